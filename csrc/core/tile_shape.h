@@ -1,0 +1,16 @@
+#pragma once
+
+#include "../schedule/tile_grid.h"
+
+namespace dash {
+
+// Queries and keys a tile, by head dimension. Both fit two KV-resident accumulators (dK, dV), the
+// scores and one dQ tile into 240 registers a thread; docs/architecture.md has the count.
+struct TileShape {
+    int q_rows;
+    int kv_rows;
+};
+
+constexpr DASH_HD TileShape tile_shape(int head_dim) { return head_dim == 64 ? TileShape{128, 128} : TileShape{64, 128}; }
+
+}  // namespace dash

@@ -1,0 +1,58 @@
+#pragma once
+
+#include <cstdint>
+
+#include "backward.h"
+#include "tile_shape.h"
+
+namespace dash {
+
+// How many CTAs share the query heads of one KV head. One, as a rule: a CTA walks its KV tile over all
+// query heads of the group and dK, dV never leave its registers. Where one batch entry alone would
+// leave most SMs idle (MQA) the group is cut, and dK, dV are summed in the order of the parts. The bits
+// depend on the cut, so it knows neither the device at hand nor the batch around the entry.
+inline int query_head_parts(int heads_q, int heads_k, int kv_tiles) {
+    constexpr int64_t kChainsThatFillAChip = 128;
+    int const group = heads_q / heads_k;
+    int64_t const chains = int64_t(heads_k) * kv_tiles;
+    for (int parts = 1; parts < group; ++parts)
+        if (group % parts == 0 && chains * parts >= kChainsThatFillAChip) return parts;
+    return group;
+}
+
+inline schedule::TileGrid tile_grid(BackwardParams const& p) {
+    TileShape const shape = tile_shape(p.head_dim);
+    return {p.seqlen_q, p.seqlen_k, shape.q_rows, shape.kv_rows, p.causal != 0};
+}
+
+// One allocation, cut into four. The fp32 sums are tiles in the order of the accumulator fragments, not
+// rows: only kernels of the same build read them.
+struct WorkspaceLayout {
+    int64_t dq_sum = 0;       // float (batch * heads_q, q_tiles, q_rows * head_dim)
+    int64_t dkv_sum;          // float (batch * heads_k, kv_tiles, 2, kv_rows * head_dim), if parts > 1
+    int64_t dq_tickets;       // uint32 (batch * heads_q, q_tiles): reductions done
+    int64_t dkv_tickets;      // uint32 (batch * heads_k, kv_tiles): parts done
+    int64_t claims;           // uint32: chains claimed
+    int64_t counters;         // uint32 words from dq_tickets on, all cleared by prepare
+    int64_t bytes;
+};
+
+inline WorkspaceLayout workspace_layout(BackwardParams const& p) {
+    TileShape const shape = tile_shape(p.head_dim);
+    schedule::TileGrid const grid = tile_grid(p);
+    int const parts = query_head_parts(p.heads_q, p.heads_k, grid.kv_tiles());
+    int64_t const q_tiles = int64_t(p.batch) * p.heads_q * grid.q_tiles();
+    int64_t const kv_tiles = int64_t(p.batch) * p.heads_k * grid.kv_tiles();
+    int64_t const dq_bytes = grid.kv_tiles() > 1 ? q_tiles * shape.q_rows * p.head_dim * 4 : 0;
+    int64_t const dkv_bytes = parts > 1 ? kv_tiles * 2 * shape.kv_rows * p.head_dim * 4 : 0;
+    WorkspaceLayout w;
+    w.dkv_sum = w.dq_sum + dq_bytes;
+    w.dq_tickets = w.dkv_sum + dkv_bytes;
+    w.dkv_tickets = w.dq_tickets + q_tiles * 4;
+    w.claims = w.dkv_tickets + (parts > 1 ? kv_tiles * 4 : 0);
+    w.bytes = w.claims + 4;
+    w.counters = (w.bytes - w.dq_tickets) / 4;
+    return w;
+}
+
+}  // namespace dash

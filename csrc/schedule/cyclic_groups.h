@@ -1,0 +1,82 @@
+#pragma once
+
+#include "tile_grid.h"
+
+namespace dash::schedule {
+
+// Cyclic orders make chains wait for chains issued after them, so all chains of one cycle must be
+// resident together. The bound holds on every full Hopper part (H20 has 78 SMs, H100 PCIe 114) and is
+// a constant because the bits may not depend on the device.
+constexpr int kMaxCyclicGroup = 64;
+
+// `members` KV tiles cut into groups of nearly equal size, each group rotating over the `span` query
+// tiles that start at `origin`. Groups follow each other in every query tile's order.
+//
+//   span 8, one group of 4: member a starts at a * span / 4, so neighbours are two tiles apart and a
+//   signal has two steps to cross the chip.
+//
+//   step      0   1   2   3   4   5   6   7
+//   a = 0    q0  q1  q2  q3  q4  q5  q6  q7
+//   a = 1    q2  q3  q4  q5  q6  q7  q0  q1      Query tile j is met at step (j - start(a)) mod span:
+//   a = 2    q4  q5  q6  q7  q0  q1  q2  q3      first by the member whose start is the closest at or
+//   a = 3    q6  q7  q0  q1  q2  q3  q4  q5      below j, then by the members before it, cyclically.
+struct CyclicGroups {
+    int members;
+    int origin;
+    int span;
+    int group_size;
+
+    DASH_HD CyclicGroups(int members_, int origin_, int span_) : members(members_), origin(origin_), span(span_) {
+        int const groups = max_of(1, ceil_div(members, kMaxCyclicGroup));
+        group_size = max_of(1, ceil_div(members, groups));
+    }
+
+    DASH_HD int group_begin(int member) const { return member / group_size * group_size; }
+    DASH_HD int size_at(int begin) const { return min_of(group_size, members - begin); }
+
+    // The query tile where a member's cycle starts.
+    DASH_HD int start(int member) const {
+        int const begin = group_begin(member);
+        return origin + int(unsigned(member - begin) * unsigned(span) / unsigned(size_at(begin)));
+    }
+
+    // The place of `member` in the order of `q_tile`, of which only the members [0, visible) take part.
+    DASH_HD int rank(int member, int q_tile, int visible) const {
+        int const begin = group_begin(member);
+        int const size = size_at(begin);
+        int const place = member - begin;
+        int const top = min_of(visible - begin, size) - 1;
+        // The last place whose start is at or below q_tile: start(p) <= q  <=>  p * span < (q + 1) * size.
+        int const closest = int((unsigned(q_tile - origin + 1) * unsigned(size) - 1) / unsigned(span));
+        int const head = min_of(closest, top);
+        return begin + (place <= head ? head - place : head + 1 + top - place);
+    }
+
+    // Claims in groups: for each group, for each head of the block, its members. A group is contiguous,
+    // so that as many resident CTAs as it has members are enough for progress.
+    DASH_HD Chain chain(int claim, int heads_in_block) const {
+        int const group = claim / (group_size * heads_in_block);
+        int const begin = group * group_size;
+        int const rest = claim - begin * heads_in_block;
+        int const size = size_at(begin);
+        return {rest / size, begin + rest % size};
+    }
+};
+
+// Heads are issued in blocks of two: while one head's last chains run out, the other's fill the SMs.
+constexpr int kHeadsPerBlock = 2;
+
+struct HeadBlock {
+    int first_head;
+    int heads;
+    int claim;  // the claim within the block
+
+    DASH_HD HeadBlock(int claim_, int heads_, int chains_per_head) {
+        int const block = claim_ / (kHeadsPerBlock * chains_per_head);
+        first_head = block * kHeadsPerBlock;
+        heads = min_of(kHeadsPerBlock, heads_ - first_head);
+        claim = claim_ - first_head * chains_per_head;
+    }
+};
+
+}  // namespace dash::schedule

@@ -1,0 +1,69 @@
+#pragma once
+
+#include "cyclic_groups.h"
+
+namespace dash::schedule {
+
+// The causal triangle folded into a rectangle. (DASH's symmetric shift.) With n KV tiles and h = n / 2:
+//
+//                  KV 0 .. h-1   KV h .. n-1
+//   query tiles        \                        1  KV k < h rotates over the dense rectangle R, whose
+//   before H      T     \                          query tiles see all of KV 0 .. h-1;
+//                 --------+                     2  then climbs its part of the triangle T;
+//   query tiles           | \                   3  KV k >= h, on the CTA that ended first, descends
+//   from H on     R       |   \  U                 from the last query tile through U.
+//
+// KV k is long where KV n-1-k is short, so a CTA that takes one of each does the same work as all
+// others, and at every moment all CTAs are at different query tiles. Without a mask R is everything and
+// this is the plain shift.
+//
+// Ranks: before H the highest visible KV tile of a group first, since it ends its part of R at the same
+// time as the others but starts T the furthest on; from H on the rotation's order, then KV h, h+1, ...
+//
+// No deadlock: 1 waits within 1, 2 within its group's 1 and 2 and groups before, 3 for lower KV tiles.
+struct SymmetricShift {
+    static constexpr char const* kName = "symmetric_shift";
+    TileGrid grid;
+    int lower;   // h: KV tiles below it rotate, the others descend
+    int corner;  // H: the first query tile of the rectangle
+    CyclicGroups cycle;
+
+    DASH_HD explicit SymmetricShift(TileGrid const& g)
+        : grid(g),
+          lower(g.causal ? ceil_div(g.kv_tiles(), 2) : g.kv_tiles()),
+          corner(!g.causal ? 0 : lower < g.kv_tiles() ? g.first_query(lower) : g.q_tiles()),
+          cycle(lower, corner, g.q_tiles() - corner) {}
+
+    DASH_HD int visits(int kv_tile) const { return grid.q_tiles() - grid.first_query(kv_tile); }
+
+    DASH_HD int visit(int kv_tile, int step) const {
+        if (kv_tile >= lower) return grid.q_tiles() - 1 - step;
+        if (step >= cycle.span) return grid.first_query(kv_tile) + step - cycle.span;
+        int const q_tile = cycle.start(kv_tile) + step;
+        return q_tile < grid.q_tiles() ? q_tile : q_tile - cycle.span;
+    }
+
+    DASH_HD int rank(int kv_tile, int q_tile) const {
+        if (kv_tile >= lower) return kv_tile;
+        if (q_tile >= corner) return cycle.rank(kv_tile, q_tile, lower);
+        int const begin = cycle.group_begin(kv_tile);
+        int const visible_end = min_of(grid.contributors(q_tile), begin + cycle.size_at(begin));
+        return begin + visible_end - 1 - kv_tile;
+    }
+
+    DASH_HD Chain chain(int claim, int heads) const {
+        HeadBlock const block(claim, heads, grid.kv_tiles());
+        int const upper_claim = block.claim - lower * block.heads;
+        if (upper_claim < 0) {
+            Chain const c = cycle.chain(block.claim, block.heads);
+            return {block.first_head + c.head, c.kv_tile};
+        }
+        return {block.first_head + upper_claim % block.heads, lower + upper_claim / block.heads};
+    }
+    DASH_HD int slot(int kv_tile) const {
+        return kv_tile < lower ? kv_tile - cycle.group_begin(kv_tile) : grid.kv_tiles() - 1 - kv_tile;
+    }
+    DASH_HD int resident_ctas_needed() const { return max_of(1, min_of(cycle.group_size, cycle.members)); }
+};
+
+}  // namespace dash::schedule

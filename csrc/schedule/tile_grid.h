@@ -1,0 +1,60 @@
+#pragma once
+
+#include "host_device.h"
+
+namespace dash::schedule {
+
+DASH_HD int min_of(int a, int b) { return a < b ? a : b; }
+DASH_HD int max_of(int a, int b) { return a > b ? a : b; }
+DASH_HD int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// Which KV tiles meet which query tiles in one head.
+//
+// Query r sees key c when c < seqlen_k and, under a causal mask, c <= r + (seqlen_k - seqlen_q): the
+// mask's lower right corner sits on the matrix's lower right corner.
+//
+//             KV tile 0  1  2  3
+//   query tile 0      #               Two facts make every formula of the policies short: the KV tiles
+//              1      #  #            that a query tile sees are a prefix [0, contributors), and the
+//              2      #  #  #         query tiles that a KV tile sees are a suffix [first_query, q_tiles).
+//              3      #  #  #  #
+struct TileGrid {
+    int seqlen_q = 0;
+    int seqlen_k = 0;
+    int q_rows = 1;   // queries a tile
+    int kv_rows = 1;  // keys a tile
+    bool causal = false;
+
+    DASH_HD int q_tiles() const { return ceil_div(seqlen_q, q_rows); }
+    DASH_HD int kv_tiles() const { return ceil_div(seqlen_k, kv_rows); }
+    DASH_HD int offset() const { return seqlen_k - seqlen_q; }
+
+    // The first query tile with a query that sees a key of this KV tile.
+    DASH_HD int first_query(int kv_tile) const {
+        if (!causal) return 0;
+        int const first_row = max_of(0, kv_tile * kv_rows - offset());
+        return min_of(first_row / q_rows, q_tiles());
+    }
+
+    // How many KV tiles add to this query tile's dQ: the KV tiles 0 ... contributors - 1.
+    DASH_HD int contributors(int q_tile) const {
+        if (!causal) return kv_tiles();
+        int const last_row = min_of((q_tile + 1) * q_rows, seqlen_q) - 1;
+        int const visible_keys = max_of(0, last_row + offset() + 1);
+        return min_of(ceil_div(visible_keys, kv_rows), kv_tiles());
+    }
+
+    // Whether some pair of this tile pair must not meet: past the last key, or above the diagonal.
+    DASH_HD bool needs_mask(int kv_tile, int q_tile) const {
+        int const end_key = (kv_tile + 1) * kv_rows;
+        return end_key > seqlen_k || (causal && end_key - 1 > q_tile * q_rows + offset());
+    }
+};
+
+// One claim of work: a KV tile of a head, to be walked over its query tiles without interruption.
+struct Chain {
+    int head;
+    int kv_tile;
+};
+
+}  // namespace dash::schedule
