@@ -54,4 +54,6 @@ int dash_backward_prepare(dash::BackwardParams const* params, char* message, siz
 int dash_backward_run(dash::BackwardParams const* params, char* message, size_t message_size);
 // The number of CTAs that can be resident on a device, or -1: the bound for cyclic schedules.
 int dash_resident_ctas(int device, int sm_margin, char* message, size_t message_size);
+// 1, with a text, if a CTA ran into wait_limit_ns since the library was loaded; else 0. Works after the trap.
+int dash_stuck_report(char* message, size_t message_size);
 }

@@ -61,6 +61,13 @@ struct CyclicGroups {
         int const size = size_at(begin);
         return {rest / size, begin + rest % size};
     }
+
+    // The first claim after the cycle that `claim` belongs to.
+    DASH_HD int cycle_end(int claim, int heads_in_block) const {
+        Chain const c = chain(claim, heads_in_block);
+        int const begin = group_begin(c.kv_tile);
+        return begin * heads_in_block + (c.head + 1) * size_at(begin);
+    }
 };
 
 // Heads are issued in blocks of two: while one head's last chains run out, the other's fill the SMs.
@@ -69,13 +76,15 @@ constexpr int kHeadsPerBlock = 2;
 struct HeadBlock {
     int first_head;
     int heads;
-    int claim;  // the claim within the block
+    int first_claim;
+    int claim;  // counted from first_claim
 
     DASH_HD HeadBlock(int claim_, int heads_, int chains_per_head) {
         int const block = claim_ / (kHeadsPerBlock * chains_per_head);
         first_head = block * kHeadsPerBlock;
         heads = min_of(kHeadsPerBlock, heads_ - first_head);
-        claim = claim_ - first_head * chains_per_head;
+        first_claim = first_head * chains_per_head;
+        claim = claim_ - first_claim;
     }
 };
 

@@ -26,6 +26,7 @@ struct Descending {
     DASH_HD int rank(int kv_tile, int /*q_tile*/) const { return kv_tile; }
 
     DASH_HD Chain chain(int claim, int /*heads*/) const { return {claim / grid.kv_tiles(), claim % grid.kv_tiles()}; }
+    DASH_HD int cycle_end(int claim, int /*heads*/) const { return claim + 1; }
     DASH_HD int slot(int kv_tile) const { return kv_tile; }
     DASH_HD int resident_ctas_needed() const { return 1; }
 };

@@ -35,6 +35,10 @@ struct Shift {
         Chain const c = cycle.chain(block.claim, block.heads);
         return {block.first_head + c.head, c.kv_tile};
     }
+    DASH_HD int cycle_end(int claim, int heads) const {
+        HeadBlock const block(claim, heads, grid.kv_tiles());
+        return block.first_claim + cycle.cycle_end(block.claim, block.heads);
+    }
     DASH_HD int slot(int kv_tile) const { return kv_tile - cycle.group_begin(kv_tile); }
     DASH_HD int resident_ctas_needed() const { return min_of(cycle.group_size, cycle.members); }
 };

@@ -60,6 +60,11 @@ struct SymmetricShift {
         }
         return {block.first_head + upper_claim % block.heads, lower + upper_claim / block.heads};
     }
+    DASH_HD int cycle_end(int claim, int heads) const {
+        HeadBlock const block(claim, heads, grid.kv_tiles());
+        return block.claim < lower * block.heads ? block.first_claim + cycle.cycle_end(block.claim, block.heads)
+                                                 : claim + 1;
+    }
     DASH_HD int slot(int kv_tile) const {
         return kv_tile < lower ? kv_tile - cycle.group_begin(kv_tile) : grid.kv_tiles() - 1 - kv_tile;
     }

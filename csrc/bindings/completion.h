@@ -1,0 +1,67 @@
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "schedule/tile_grid.h"
+
+namespace dash::bindings {
+
+// Whether `ctas` persistent CTAs run the chains of `heads` heads to the end. False is a deadlock.
+//
+// They claim as the kernel's loaders do: in the policy's order, the next chain when the last is done, and
+// with `claim_ahead` already while it runs, as far as policy.cycle_end allows. A step of a chain is done
+// in its turn only: when its rank is the query tile's ticket.
+//
+// There is no clock in here. A step whose turn has come keeps it until it is done, and without
+// claim_ahead it makes no difference which CTA runs a chain, so all executions end alike and one decides.
+// With claim_ahead this is the greediest: each CTA takes all it may before the next one takes anything.
+template <typename Policy>
+bool completes(Policy const& policy, int heads, int ctas, bool claim_ahead) {
+    struct Cta {
+        int claims[2];
+        int held = 0;
+        int step = 0;  // of the chain claims[0]
+    };
+    int const q_tiles = policy.grid.q_tiles();
+    int const all_claims = heads * policy.grid.kv_tiles();
+    std::vector<int> tickets(size_t(heads) * q_tiles, 0);
+    std::vector<Cta> all_ctas(ctas);
+    int claimed = 0, done = 0;
+
+    auto const may_claim = [&](Cta const& cta) {
+        if (claimed == all_claims || cta.held == (claim_ahead ? 2 : 1)) return false;
+        if (cta.held == 0) return true;
+        int const cycle_end = policy.cycle_end(cta.claims[0], heads);
+        return cycle_end == cta.claims[0] + 1 || claimed >= cycle_end;
+    };
+    // Takes all steps that are in turn. Returns whether there was one, or the chain has no steps left.
+    auto const run = [&](Cta& cta) {
+        schedule::Chain const chain = policy.chain(cta.claims[0], heads);
+        bool progress = false;
+        for (; cta.step < policy.visits(chain.kv_tile); ++cta.step, progress = true) {
+            int const q_tile = policy.visit(chain.kv_tile, cta.step);
+            int& ticket = tickets[size_t(chain.head) * q_tiles + q_tile];
+            if (policy.rank(chain.kv_tile, q_tile) != ticket) return progress;
+            ++ticket;
+        }
+        cta.claims[0] = cta.claims[1];
+        cta.step = 0;
+        --cta.held;
+        ++done;
+        return true;
+    };
+
+    for (bool progress = true; progress;) {
+        progress = false;
+        for (Cta& cta : all_ctas) {
+            while (may_claim(cta)) cta.claims[cta.held++] = claimed++;
+        }
+        for (Cta& cta : all_ctas) {
+            if (cta.held > 0) progress |= run(cta);
+        }
+    }
+    return done == all_claims;
+}
+
+}  // namespace dash::bindings

@@ -1,0 +1,170 @@
+#include <pybind11/numpy.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "bindings.h"
+#include "completion.h"
+#include "schedule/policy.h"
+
+namespace py = pybind11;
+using namespace pybind11::literals;
+
+namespace dash::bindings {
+namespace {
+
+using schedule::TileGrid;
+
+// The policies trust their arguments; Python's callers are not trusted.
+int checked(int value, int end, char const* what) {
+    if (value < 0 || value >= end) {
+        throw py::index_error(std::string(what) + " " + std::to_string(value) + " is not in 0.." +
+                              std::to_string(end - 1));
+    }
+    return value;
+}
+
+int checked_positive(int value, char const* what) {
+    if (value < 1) throw py::value_error(std::string(what) + " is " + std::to_string(value) + ", not positive");
+    return value;
+}
+
+TileGrid make_grid(int seqlen_q, int seqlen_k, int q_rows, int kv_rows, bool causal) {
+    return {checked_positive(seqlen_q, "seqlen_q"), checked_positive(seqlen_k, "seqlen_k"),
+            checked_positive(q_rows, "q_rows"), checked_positive(kv_rows, "kv_rows"), causal};
+}
+
+void bind_grid(py::module_& m) {
+    py::class_<TileGrid>(m, "TileGrid")
+        .def(py::init(&make_grid), "seqlen_q"_a, "seqlen_k"_a, "q_rows"_a, "kv_rows"_a, "causal"_a)
+        .def_readonly("seqlen_q", &TileGrid::seqlen_q)
+        .def_readonly("seqlen_k", &TileGrid::seqlen_k)
+        .def_readonly("q_rows", &TileGrid::q_rows)
+        .def_readonly("kv_rows", &TileGrid::kv_rows)
+        .def_readonly("causal", &TileGrid::causal)
+        .def("q_tiles", &TileGrid::q_tiles)
+        .def("kv_tiles", &TileGrid::kv_tiles)
+        .def("offset", &TileGrid::offset)
+        .def(
+            "first_query",
+            [](TileGrid const& g, int kv) { return g.first_query(checked(kv, g.kv_tiles(), "KV tile")); }, "kv_tile"_a)
+        .def(
+            "contributors",
+            [](TileGrid const& g, int q) { return g.contributors(checked(q, g.q_tiles(), "query tile")); }, "q_tile"_a)
+        .def(
+            "needs_mask",
+            [](TileGrid const& g, int kv, int q) {
+                return g.needs_mask(checked(kv, g.kv_tiles(), "KV tile"), checked(q, g.q_tiles(), "query tile"));
+            },
+            "kv_tile"_a, "q_tile"_a);
+}
+
+// (KV tiles, query tiles) of int32, -1 where a tile pair has no value.
+py::array_t<int> pair_table(TileGrid const& g) {
+    py::array_t<int> table({g.kv_tiles(), g.q_tiles()});
+    std::fill_n(table.mutable_data(), table.size(), -1);
+    return table;
+}
+
+template <typename Policy>
+py::array_t<int> visit_table(Policy const& p) {
+    py::array_t<int> table = pair_table(p.grid);
+    auto cells = table.mutable_unchecked<2>();
+    for (int kv = 0; kv < p.grid.kv_tiles(); ++kv) {
+        for (int step = 0; step < p.visits(kv); ++step) cells(kv, step) = p.visit(kv, step);
+    }
+    return table;
+}
+
+template <typename Policy>
+py::array_t<int> rank_table(Policy const& p) {
+    py::array_t<int> table = pair_table(p.grid);
+    auto cells = table.mutable_unchecked<2>();
+    for (int q = 0; q < p.grid.q_tiles(); ++q) {
+        for (int kv = 0; kv < p.grid.contributors(q); ++kv) cells(kv, q) = p.rank(kv, q);
+    }
+    return table;
+}
+
+template <typename Policy>
+py::array_t<int> chain_table(Policy const& p, int heads) {
+    int const claims = checked_positive(heads, "heads") * p.grid.kv_tiles();
+    py::array_t<int> table({claims, 2});
+    auto cells = table.mutable_unchecked<2>();
+    for (int claim = 0; claim < claims; ++claim) {
+        schedule::Chain const chain = p.chain(claim, heads);
+        cells(claim, 0) = chain.head;
+        cells(claim, 1) = chain.kv_tile;
+    }
+    return table;
+}
+
+template <typename Policy>
+void check_claim(Policy const& p, int claim, int heads) {
+    checked(claim, checked_positive(heads, "heads") * p.grid.kv_tiles(), "claim");
+}
+
+template <typename Policy>
+void bind_policy(py::module_& m, char const* class_name) {
+    auto const kv_checked = [](Policy const& p, int kv) { return checked(kv, p.grid.kv_tiles(), "KV tile"); };
+    py::class_<Policy>(m, class_name)
+        .def(py::init<TileGrid const&>(), "grid"_a)
+        .def_readonly("grid", &Policy::grid)
+        .def_property_readonly_static("name", [](py::object) { return Policy::kName; })
+        .def(
+            "visits", [=](Policy const& p, int kv) { return p.visits(kv_checked(p, kv)); }, "kv_tile"_a)
+        .def(
+            "visit",
+            [=](Policy const& p, int kv, int step) {
+                return p.visit(kv_checked(p, kv), checked(step, p.visits(kv), "step"));
+            },
+            "kv_tile"_a, "step"_a)
+        .def(
+            "rank",
+            [](Policy const& p, int kv, int q) {
+                checked(q, p.grid.q_tiles(), "query tile");
+                return p.rank(checked(kv, p.grid.contributors(q), "contributing KV tile"), q);
+            },
+            "kv_tile"_a, "q_tile"_a)
+        .def(
+            "chain",
+            [](Policy const& p, int claim, int heads) {
+                check_claim(p, claim, heads);
+                schedule::Chain const chain = p.chain(claim, heads);
+                return std::pair(chain.head, chain.kv_tile);
+            },
+            "claim"_a, "heads"_a)
+        .def(
+            "cycle_end",
+            [](Policy const& p, int claim, int heads) {
+                check_claim(p, claim, heads);
+                return p.cycle_end(claim, heads);
+            },
+            "claim"_a, "heads"_a)
+        .def(
+            "slot", [=](Policy const& p, int kv) { return p.slot(kv_checked(p, kv)); }, "kv_tile"_a)
+        .def("resident_ctas_needed", &Policy::resident_ctas_needed)
+        .def("visit_table", &visit_table<Policy>)
+        .def("rank_table", &rank_table<Policy>)
+        .def("chain_table", &chain_table<Policy>, "heads"_a)
+        .def(
+            "completes",
+            [](Policy const& p, int heads, int ctas, bool claim_ahead) {
+                return completes(p, checked_positive(heads, "heads"), checked_positive(ctas, "ctas"), claim_ahead);
+            },
+            "heads"_a, "ctas"_a, "claim_ahead"_a = true);
+}
+
+}  // namespace
+
+void bind_schedules(py::module_& m) {
+    bind_grid(m);
+    bind_policy<schedule::Naive>(m, "Naive");
+    bind_policy<schedule::Descending>(m, "Descending");
+    bind_policy<schedule::Shift>(m, "Shift");
+    bind_policy<schedule::SymmetricShift>(m, "SymmetricShift");
+}
+
+}  // namespace dash::bindings

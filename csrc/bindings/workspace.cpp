@@ -1,0 +1,63 @@
+#include "core/workspace.h"
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <string>
+#include <utility>
+
+#include "bindings.h"
+
+namespace py = pybind11;
+using namespace pybind11::literals;
+
+namespace dash::bindings {
+namespace {
+
+void check_head_dim(int head_dim) {
+    if (head_dim != 64 && head_dim != 128) {
+        throw py::value_error("head_dim is " + std::to_string(head_dim) + ", and kernels exist for 64 and 128");
+    }
+}
+
+void check_heads(int heads_q, int heads_k) {
+    if (heads_q < 1 || heads_k < 1 || heads_q % heads_k != 0) {
+        throw py::value_error(std::to_string(heads_q) + " query heads can't share " + std::to_string(heads_k) +
+                              " KV heads");
+    }
+}
+
+std::pair<int, int> tile_shape_of(int head_dim) {
+    if (head_dim < 1) throw py::value_error("head_dim is " + std::to_string(head_dim) + ", not positive");
+    TileShape const shape = tile_shape(head_dim);
+    return {shape.q_rows, shape.kv_rows};
+}
+
+int query_head_parts_of(int heads_q, int heads_k, int kv_tiles) {
+    check_heads(heads_q, heads_k);
+    return query_head_parts(heads_q, heads_k, kv_tiles);
+}
+
+int64_t workspace_bytes(int batch, int seqlen_q, int seqlen_k, int heads_q, int heads_k, int head_dim) {
+    check_head_dim(head_dim);
+    check_heads(heads_q, heads_k);
+    BackwardParams p{};
+    p.batch = batch;
+    p.seqlen_q = seqlen_q;
+    p.seqlen_k = seqlen_k;
+    p.heads_q = heads_q;
+    p.heads_k = heads_k;
+    p.head_dim = head_dim;
+    return workspace_layout(p).bytes;
+}
+
+}  // namespace
+
+void bind_workspace(py::module_& m) {
+    m.def("tile_shape", &tile_shape_of, "head_dim"_a);
+    m.def("query_head_parts", &query_head_parts_of, "heads_q"_a, "heads_k"_a, "kv_tiles"_a);
+    m.def("workspace_bytes", &workspace_bytes, "batch"_a, "seqlen_q"_a, "seqlen_k"_a, "heads_q"_a, "heads_k"_a,
+          "head_dim"_a);
+}
+
+}  // namespace dash::bindings

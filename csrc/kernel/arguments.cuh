@@ -1,0 +1,36 @@
+#pragma once
+
+#include <cuda.h>
+
+#include "../core/backward.h"
+#include "../core/stuck_report.h"
+#include "../schedule/policy.h"
+
+namespace dash {
+
+struct KernelArguments {
+    // Descriptors for bulk tensor copies: (feature, row, head, batch).
+    CUtensorMap q, k, v, dout;
+    CUtensorMap statistics;  // the rows of dQ seen as fp32: (4, pair of rows, head, batch)
+
+    schedule::TileGrid grid;
+    int heads_q, heads_k;
+    int parts;           // CTAs that share the query heads of a KV head
+    int heads_per_part;
+    int chain_heads;     // batch * heads_k * parts: what the schedule calls heads
+    int chains;
+    bool ordered;
+    float scale;
+    float scale_log2;    // scale * log2(e)
+    uint64_t wait_limit_ns;
+    StuckReport* stuck;
+
+    float* dq_sum;
+    float* dkv_sum;
+    uint32_t* dq_tickets;
+    uint32_t* dkv_tickets;
+    uint32_t* claims;
+    MatrixView dq, dk, dv;
+};
+
+}  // namespace dash

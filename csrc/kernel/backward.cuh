@@ -1,0 +1,64 @@
+#pragma once
+
+#include <cutlass/arch/reg_reconfig.h>
+
+#include "launch.cuh"
+#include "loader.cuh"
+#include "math.cuh"
+#include "writer.cuh"
+
+namespace dash {
+
+// One persistent CTA an SM: warpgroup 0 moves data (a loader, three writers), warpgroups 1 and 2 compute.
+template <class Config, class Policy>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    backward_kernel(__grid_constant__ KernelArguments const args, __grid_constant__ Policy const policy) {
+    extern __shared__ __align__(1024) unsigned char shared_bytes[];
+    auto& shared = *reinterpret_cast<typename Config::Shared*>(shared_bytes);
+
+    if (threadIdx.x == 0) {
+        shared.totals = 0;
+        shared.k_full.init(1);
+        shared.v_full.init(1);
+        shared.dq_total_full.init(1);
+        shared.kv_empty.init(Config::kMathWarps);
+        for (int i = 0; i < Config::kDepth; ++i) {
+            shared.q_full[i].init(1);
+            shared.dout_full[i].init(1);
+            shared.q_empty[i].init(Config::kMathWarps);
+            shared.dout_empty[i].init(Config::kMathWarps);
+            shared.dq_full[i].init(Config::kMathWarps);
+            shared.dq_empty[i].init(1);
+            shared.chain_full[i].init(1);
+            shared.chain_empty[i].init(Config::kMathWarps + Config::kWriterWarps);
+        }
+        cutlass::arch::fence_barrier_init();
+    }
+    __syncthreads();
+
+    int const warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+    if (warp < 4) {
+        cutlass::arch::warpgroup_reg_dealloc<Config::kServiceRegisters>();
+        if (warp > 0)
+            Writer<Config>(args, shared).run();
+        else if (cute::elect_one_sync())
+            Loader<Config, Policy>(args, policy, shared).run();
+    } else {
+        cutlass::arch::warpgroup_reg_alloc<Config::kMathRegisters>();
+        Math<Config>(args, shared).run();
+    }
+}
+
+template <class Element, int kHeadDim, class Policy>
+cudaError_t launch_backward(KernelArguments const& args, int ctas, cudaStream_t stream) {
+    using Configuration = Config<Element, kHeadDim>;
+    auto* const kernel = &backward_kernel<Configuration, Policy>;
+    constexpr int kSharedBytes = sizeof(typename Configuration::Shared);
+    cudaError_t const status =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+    if (status != cudaSuccess) return status;
+    kernel<<<ctas, Configuration::kThreads, kSharedBytes, stream>>>(args, Policy(args.grid));
+    return cudaGetLastError();
+}
+
+}  // namespace dash

@@ -1,0 +1,147 @@
+#pragma once
+
+#include <cutlass/arch/barrier.h>
+#include <cutlass/numeric_types.h>
+
+#include <cute/tensor.hpp>
+
+#include "../core/tile_shape.h"
+
+namespace dash {
+
+// What the loader, who follows the schedule, tells the other roles of a chain.
+struct Work {
+    int batch;  // negative: there is no more work
+    int kv_head;
+    int kv_tile;
+    int part;   // which share of the KV head's query heads
+    int steps;  // query tiles to come, over all query heads
+    int claim;
+};
+
+// And of a step. `rank` is negative if the contributions are summed as they come.
+struct alignas(16) StepSlot {
+    int q_head;
+    int q_tile;
+    int rank;
+    int contributors;
+};
+
+// The place of a counted thing in a ring of two, and the parity of its round.
+struct RingIndex {
+    uint32_t count = 0;
+    __device__ uint32_t slot() const { return count & 1; }
+    __device__ uint32_t parity() const { return (count >> 1) & 1; }
+    __device__ RingIndex before() const { return {count - 1}; }
+    __device__ void operator++() { ++count; }
+};
+
+// Everything that the element type and the head dimension decide: tiles, shared memory, MMA shapes.
+template <class Element_, int kHeadDim_>
+struct Config {
+    using Element = Element_;
+    static constexpr int kHeadDim = kHeadDim_;
+    static constexpr int kQRows = tile_shape(kHeadDim).q_rows;
+    static constexpr int kKvRows = tile_shape(kHeadDim).kv_rows;
+    static constexpr int kDepth = 2;  // RingIndex's; stages of Q, dO, dS, of staged dQ and of chains
+
+    static constexpr int kStepSlots = 8;  // the loader is at most two stages and two staged tiles ahead of the writers
+
+    static constexpr int kMathWarpgroups = 2;
+    static constexpr int kMathThreads = kMathWarpgroups * 128;
+    static constexpr int kMathWarps = kMathThreads / 32;
+    static constexpr int kWriterWarps = 3;
+    static constexpr int kWriterThreads = kWriterWarps * 32;
+    static constexpr int kThreads = 128 + kMathThreads;
+    // 128 service threads and 256 math threads share the 64512 registers that 384 threads start with.
+    static constexpr int kServiceRegisters = kHeadDim == 128 ? 24 : 40;
+    static constexpr int kMathRegisters = kHeadDim == 128 ? 240 : 232;
+    static_assert(kServiceRegisters * 128 + kMathRegisters * kMathThreads == 64512);
+
+    // Whether dP is issued before dV is done. With 128 queries a tile P's operand, the scores and dP do not
+    // fit into the registers together.
+    static constexpr bool kDvUnderway = kQRows == 64;
+
+    static_assert(kKvRows == 64 * kMathWarpgroups, "each math warpgroup owns 64 KV rows");
+    static_assert(kHeadDim == 64 || kHeadDim == 128);
+
+    // Rows of 128 bytes, swizzled: panels of 64 columns, as one TMA box writes them.
+    using Panel = cute::GMMA::Layout_K_SW128_Atom<Element>;
+    static constexpr int kPanelColumns = 64;
+    static constexpr int kPanels = kHeadDim / kPanelColumns;
+
+    template <int kRows, int kColumns>
+    using Tile = decltype(cute::tile_to_shape(Panel{}, cute::Shape<cute::Int<kRows>, cute::Int<kColumns>>{}));
+    template <int kRows, int kColumns>
+    using Stages = decltype(cute::tile_to_shape(
+        Panel{}, cute::Shape<cute::Int<kRows>, cute::Int<kColumns>, cute::Int<kDepth>>{}));
+    template <int kRows, int kColumns, class Layout>
+    using Transposed = decltype(cute::composition(
+        Layout{}, cute::Layout<cute::Shape<cute::Int<kColumns>, cute::Int<kRows>>,
+                               cute::Stride<cute::Int<kRows>, cute::_1>>{}));
+    template <int kRows, int kColumns, class Layout>
+    using TransposedStages = decltype(cute::composition(
+        Layout{}, cute::Layout<cute::Shape<cute::Int<kColumns>, cute::Int<kRows>, cute::Int<kDepth>>,
+                               cute::Stride<cute::Int<kRows>, cute::_1, cute::Int<kRows * kColumns>>>{}));
+
+    using KvLayout = Tile<kKvRows, kHeadDim>;               // K, V: (key, feature)
+    using KvTransposed = Transposed<kKvRows, kHeadDim, KvLayout>;
+    using QLayout = Stages<kQRows, kHeadDim>;               // Q, dO: (query, feature, stage)
+    using QTransposed = TransposedStages<kQRows, kHeadDim, QLayout>;
+    using DsLayout = Stages<kKvRows, kQRows>;               // dS^T: (key, query, stage)
+    using DsTransposed = TransposedStages<kKvRows, kQRows, DsLayout>;
+
+    template <int kColumns>
+    using AtomShape = cute::Shape<cute::_64, cute::Int<kColumns>, cute::_16>;
+    static constexpr auto kRowMajor = cute::GMMA::Major::K;
+    static constexpr auto kColumnMajor = cute::GMMA::Major::MN;
+
+    // S^T = K Q^T and dP^T = V dO^T: (keys, queries), a warpgroup per 64 keys.
+    using MmaScores = decltype(cute::make_tiled_mma(
+        cute::GMMA::ss_op_selector<Element, Element, float, AtomShape<kQRows>, kRowMajor, kRowMajor>(),
+        cute::Layout<cute::Shape<cute::_2, cute::_1, cute::_1>>{}));
+    // dV = P^T dO: (keys, features). P stays in the registers that the scores came in.
+    using MmaDv = decltype(cute::make_tiled_mma(
+        cute::GMMA::rs_op_selector<Element, Element, float, AtomShape<kHeadDim>, kRowMajor, kColumnMajor>(),
+        cute::Layout<cute::Shape<cute::_2, cute::_1, cute::_1>>{}));
+    // dK = dS^T Q: (keys, features). dS is in shared memory anyway, for dQ.
+    using MmaDk = decltype(cute::make_tiled_mma(
+        cute::GMMA::ss_op_selector<Element, Element, float, AtomShape<kHeadDim>, kRowMajor, kColumnMajor>(),
+        cute::Layout<cute::Shape<cute::_2, cute::_1, cute::_1>>{}));
+    // dQ = dS K: (queries, features), 64 x 64 a warpgroup: one half of the features, or of the queries.
+    using MmaDq = decltype(cute::make_tiled_mma(
+        cute::GMMA::ss_op_selector<Element, Element, float, AtomShape<64>, kColumnMajor, kColumnMajor>(),
+        cute::Layout<cute::Shape<cute::Int<kQRows / 64>, cute::Int<kHeadDim / 64>, cute::_1>>{}));
+    static_assert(kQRows * kHeadDim == 64 * 64 * kMathWarpgroups, "a dQ tile is one 64 x 64 block a warpgroup");
+
+    static constexpr int kDqTileFloats = kQRows * kHeadDim;
+    static constexpr int kDkvTileFloats = kKvRows * kHeadDim;
+
+    using Barrier = cutlass::arch::ClusterBarrier;
+    using TransferBarrier = cutlass::arch::ClusterTransactionBarrier;
+
+    struct alignas(1024) Shared {
+        alignas(1024) Element k[kKvRows * kHeadDim];
+        alignas(1024) Element v[kKvRows * kHeadDim];
+        alignas(1024) Element q[kDepth][kQRows * kHeadDim];
+        alignas(1024) Element dout[kDepth][kQRows * kHeadDim];
+        alignas(1024) Element ds[kDepth][kKvRows * kQRows];
+        alignas(1024) float dq[kDepth][kDqTileFloats];  // in fragment order
+        alignas(128) float4 statistics[kDepth][kQRows / 2];  // (LSE, LSE, D, D) of two neighbouring queries
+        StepSlot step[kStepSlots];
+        Work work[kDepth];
+        bool complete[kDepth];  // whether a staged dQ tile has become the total
+        uint32_t totals;  // that came back from global memory
+
+        TransferBarrier k_full, v_full, q_full[kDepth], dout_full[kDepth], dq_total_full;
+        Barrier kv_empty, q_empty[kDepth], dout_empty[kDepth];
+        Barrier dq_full[kDepth], dq_empty[kDepth];
+        Barrier chain_full[kDepth], chain_empty[kDepth];
+    };
+    static_assert(sizeof(Shared) <= 232448, "shared memory of one CTA on sm_90");
+};
+
+// Hardware barriers between warps; CUTLASS keeps the first few ids for itself.
+enum class WarpBarrier : uint32_t { math = 0, writers = 1 };
+
+}  // namespace dash

@@ -1,0 +1,229 @@
+// The C interface of core/backward.h.
+
+#include <cstdio>
+#include <exception>
+#include <mutex>
+
+#include "../core/workspace.h"
+#include "launch.cuh"
+#include "prepare.cuh"
+#include "tensor_maps.cuh"
+
+namespace dash {
+namespace {
+
+using Launcher = cudaError_t (*)(KernelArguments const&, int, cudaStream_t);
+
+template <class Element, int kHeadDim>
+Launcher launcher_for(ScheduleId schedule) {
+    switch (schedule) {
+        case ScheduleId::naive: return launch_backward<Element, kHeadDim, schedule::Naive>;
+        case ScheduleId::descending: return launch_backward<Element, kHeadDim, schedule::Descending>;
+        case ScheduleId::shift: return launch_backward<Element, kHeadDim, schedule::Shift>;
+        case ScheduleId::symmetric_shift: return launch_backward<Element, kHeadDim, schedule::SymmetricShift>;
+    }
+    throw std::invalid_argument("schedule: unknown number " + std::to_string(int(schedule)));
+}
+
+// Calls `f(element, head_dim)` with values whose types say which they are.
+template <class F>
+auto with_types(BackwardParams const& p, F&& f) {
+    auto const with_dim = [&](auto element) {
+        if (p.head_dim == 64) return f(element, std::integral_constant<int, 64>{});
+        if (p.head_dim == 128) return f(element, std::integral_constant<int, 128>{});
+        throw std::invalid_argument("head_dim: 64 and 128 are supported, not " + std::to_string(p.head_dim));
+    };
+    return p.element == Element::bf16 ? with_dim(bf16{}) : with_dim(fp16{});
+}
+
+int resident_ctas_needed(ScheduleId schedule, schedule::TileGrid const& grid) {
+    switch (schedule) {
+        case ScheduleId::naive: return schedule::Naive(grid).resident_ctas_needed();
+        case ScheduleId::descending: return schedule::Descending(grid).resident_ctas_needed();
+        case ScheduleId::shift: return schedule::Shift(grid).resident_ctas_needed();
+        case ScheduleId::symmetric_shift: return schedule::SymmetricShift(grid).resident_ctas_needed();
+    }
+    return 1;
+}
+
+void check(cudaError_t status, char const* what) {
+    if (status != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status));
+}
+
+// Runs `f`; what it throws becomes a message and a return code.
+template <class F>
+int guarded(char* message, size_t size, F&& f) {
+    try {
+        return f();
+    } catch (std::exception const& error) {
+        if (size) std::snprintf(message, size, "%s", error.what());
+        return -1;
+    }
+}
+
+int multiprocessors(int device) {
+    int count = 0;
+    check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "device");
+    return count;
+}
+
+int resident_ctas(int device, int sm_margin) {
+    int const sms = multiprocessors(device);
+    if (sm_margin < 0 || sm_margin >= sms)
+        throw std::invalid_argument("sm_margin: " + std::to_string(sm_margin) + " is not in [0, " +
+                                    std::to_string(sms) + "), the device's multiprocessors");
+    return sms - sm_margin;
+}
+
+// Lives in host memory, so that it can be read after a trap has taken the context down.
+StuckReport* stuck_report() {
+    static StuckReport* const report = [] {
+        void* memory = nullptr;
+        check(cudaHostAlloc(&memory, sizeof(StuckReport), cudaHostAllocPortable | cudaHostAllocMapped),
+              "memory for reports");
+        return new (memory) StuckReport{};
+    }();
+    return report;
+}
+
+// What can be refused is refused here, before the first launch.
+void validate(BackwardParams const& p) {
+    with_types(p, [&](auto element, auto head_dim) {
+        return launcher_for<decltype(element), head_dim>(p.schedule) != nullptr;
+    });
+    schedule::TileGrid const grid = tile_grid(p);
+    int64_t const chains = int64_t(p.batch) * p.heads_q * grid.kv_tiles();
+    if (chains >= int64_t(1) << 30)
+        throw std::invalid_argument("batch * heads * KV tiles: " + std::to_string(chains) + " is 2^30 or more");
+    if (p.batch > 65535) throw std::invalid_argument("batch: " + std::to_string(p.batch) + " is above 65535");
+    if (p.heads_q > 65535) throw std::invalid_argument("heads: " + std::to_string(p.heads_q) + " is above 65535");
+    int const resident = resident_ctas(p.device, p.sm_margin);
+    int const needed = resident_ctas_needed(p.schedule, grid);
+    if (p.ordered && needed > resident)
+        throw std::invalid_argument("schedule: its cycles of " + std::to_string(needed) +
+                                    " KV tiles need as many multiprocessors, and there are " +
+                                    std::to_string(resident) +
+                                    " after sm_margin; \"naive\" and \"descending\" run on any number");
+}
+
+struct WorkspacePointers {
+    float *dq_sum, *dkv_sum;
+    uint32_t *dq_tickets, *dkv_tickets, *claims;
+
+    WorkspacePointers(BackwardParams const& p, WorkspaceLayout const& layout) {
+        auto* const base = static_cast<unsigned char*>(p.workspace);
+        dq_sum = reinterpret_cast<float*>(base + layout.dq_sum);
+        dkv_sum = reinterpret_cast<float*>(base + layout.dkv_sum);
+        dq_tickets = reinterpret_cast<uint32_t*>(base + layout.dq_tickets);
+        dkv_tickets = reinterpret_cast<uint32_t*>(base + layout.dkv_tickets);
+        claims = reinterpret_cast<uint32_t*>(base + layout.claims);
+    }
+};
+
+int prepare(BackwardParams const& p) {
+    validate(p);
+    check(cudaSetDevice(p.device), "device");
+    WorkspaceLayout const layout = workspace_layout(p);
+    WorkspacePointers const workspace(p, layout);
+    bool const clear_sum = !p.ordered;
+    PrepareArguments const args{p.out,
+                                p.dout,
+                                p.dq,
+                                p.lse,
+                                tile_grid(p),
+                                p.heads_q,
+                                workspace.dq_tickets,
+                                layout.counters,
+                                clear_sum ? reinterpret_cast<float4*>(workspace.dq_sum) : nullptr,
+                                clear_sum ? (layout.dkv_sum - layout.dq_sum) / 16 : 0};
+    dim3 const blocks(schedule::ceil_div(p.seqlen_q, kPrepareRows), p.heads_q, p.batch);
+    auto const stream = static_cast<cudaStream_t>(p.stream);
+    with_types(p, [&](auto element, auto head_dim) {
+        prepare_kernel<decltype(element), head_dim><<<blocks, kPrepareThreads, 0, stream>>>(args);
+        return 0;
+    });
+    check(cudaGetLastError(), "launch of the prepare kernel");
+    return 0;
+}
+
+int run(BackwardParams const& p) {
+    validate(p);
+    check(cudaSetDevice(p.device), "device");
+    WorkspaceLayout const layout = workspace_layout(p);
+    WorkspacePointers const workspace(p, layout);
+    TileShape const shape = tile_shape(p.head_dim);
+
+    KernelArguments args;
+    args.grid = tile_grid(p);
+    auto const type = p.element == Element::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    auto const tiles = [&](char const* name, MatrixView const& view, int rows, int heads, int box_rows) {
+        return tensor_map(name, view, {p.head_dim, rows, heads, p.batch}, 64, box_rows, type, 2,
+                          CU_TENSOR_MAP_SWIZZLE_128B);
+    };
+    args.q = tiles("q", p.q, p.seqlen_q, p.heads_q, shape.q_rows);
+    args.dout = tiles("dout", p.dout, p.seqlen_q, p.heads_q, shape.q_rows);
+    args.k = tiles("k", p.k, p.seqlen_k, p.heads_k, shape.kv_rows);
+    args.v = tiles("v", p.v, p.seqlen_k, p.heads_k, shape.kv_rows);
+    // Two rows of dQ are one row of four floats, and more that the map leaves out.
+    MatrixView const pairs{p.dq.data, p.dq.batch_stride / 2, p.dq.row_stride, p.dq.head_stride / 2};
+    args.statistics = tensor_map("dq", pairs, {4, schedule::ceil_div(p.seqlen_q, 2), p.heads_q, p.batch}, 4,
+                                 shape.q_rows / 2, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4, CU_TENSOR_MAP_SWIZZLE_NONE);
+
+    args.heads_q = p.heads_q;
+    args.heads_k = p.heads_k;
+    args.parts = query_head_parts(p.heads_q, p.heads_k, args.grid.kv_tiles());
+    args.heads_per_part = p.heads_q / p.heads_k / args.parts;
+    args.chain_heads = p.batch * p.heads_k * args.parts;
+    args.chains = args.chain_heads * args.grid.kv_tiles();
+    args.ordered = p.ordered != 0;
+    args.scale = p.softmax_scale;
+    args.scale_log2 = p.softmax_scale * 1.4426950408889634f;
+    args.wait_limit_ns = p.wait_limit_ns;
+    args.stuck = stuck_report();
+    args.dq_sum = workspace.dq_sum;
+    args.dkv_sum = workspace.dkv_sum;
+    args.dq_tickets = workspace.dq_tickets;
+    args.dkv_tickets = workspace.dkv_tickets;
+    args.claims = workspace.claims;
+    args.dq = p.dq;
+    args.dk = p.dk;
+    args.dv = p.dv;
+
+    Launcher const launch = with_types(p, [&](auto element, auto head_dim) {
+        return launcher_for<decltype(element), head_dim>(p.schedule);
+    });
+    int const ctas = schedule::min_of(resident_ctas(p.device, p.sm_margin), args.chains);
+    check(launch(args, ctas, static_cast<cudaStream_t>(p.stream)),
+          "launch of the backward kernel");
+    return 0;
+}
+
+}  // namespace
+}  // namespace dash
+
+#define DASH_EXPORT extern "C" __attribute__((visibility("default")))
+
+DASH_EXPORT int dash_backward_prepare(dash::BackwardParams const* params, char* message, size_t message_size) {
+    return dash::guarded(message, message_size, [&] { return dash::prepare(*params); });
+}
+
+DASH_EXPORT int dash_backward_run(dash::BackwardParams const* params, char* message, size_t message_size) {
+    return dash::guarded(message, message_size, [&] { return dash::run(*params); });
+}
+
+DASH_EXPORT int dash_resident_ctas(int device, int sm_margin, char* message, size_t message_size) {
+    return dash::guarded(message, message_size, [&] { return dash::resident_ctas(device, sm_margin); });
+}
+
+DASH_EXPORT int dash_stuck_report(char* message, size_t message_size) {
+    return dash::guarded(message, message_size, [&] {
+        dash::StuckReport const& r = *dash::stuck_report();
+        if (r.sum == dash::StuckReport::none) return 0;
+        std::snprintf(message, message_size,
+                      "dash_flash_attn: a wait without end. KV tile %d waits for its turn %u at %s tile %d of head %d, "
+                      "batch entry %d, whose ticket stands at %u.",
+                      r.kv_tile, r.turn, r.sum == dash::StuckReport::query_tile ? "query" : "KV", r.tile, r.head,
+                      r.batch, r.ticket);
+        return 1;
+    });
+}

@@ -1,0 +1,122 @@
+#pragma once
+
+#include "arguments.cuh"
+#include "config.cuh"
+#include "ptx.cuh"
+
+namespace dash {
+
+// Role: one thread that claims chains, follows the schedule and keeps the stages full.
+template <class Config, class Policy>
+struct Loader {
+    using Shared = typename Config::Shared;
+    using Element = typename Config::Element;
+    using TransferBarrier = typename Config::TransferBarrier;
+
+    KernelArguments const& args;
+    Shared& shared;
+    Policy policy;
+
+    __device__ Loader(KernelArguments const& a, Policy const& p, Shared& s) : args(a), shared(s), policy(p) {
+        policy.grid.q_rows = Config::kQRows;  // constants, so that the policy divides by shifting
+        policy.grid.kv_rows = Config::kKvRows;
+    }
+
+    __device__ void run() {
+        prefetch_descriptors();
+        RingIndex chain_index, step_index;
+        for (;; ++chain_index) {
+            int const claim = next_claim(chain_index);
+            Work& work = shared.work[chain_index.slot()];
+            if (claim >= args.chains) {
+                work.batch = -1;
+                shared.chain_full[chain_index.slot()].arrive();
+                return;
+            }
+            schedule::Chain const chain = policy.chain(claim, args.chain_heads);
+            int const kv_head = chain.head / args.parts;
+            int const visits = policy.visits(chain.kv_tile);
+            work = {kv_head / args.heads_k, kv_head % args.heads_k,         chain.kv_tile, chain.head % args.parts,
+                    visits * args.heads_per_part, claim};
+            shared.chain_full[chain_index.slot()].arrive();
+
+            load_key_value(work, chain_index);
+            int q_head = (work.kv_head * args.parts + work.part) * args.heads_per_part;
+#pragma unroll 1
+            for (int const end = q_head + args.heads_per_part; q_head < end; ++q_head)
+#pragma unroll 1
+                for (int visit = 0; visit < visits; ++visit, ++step_index) {
+                    int const q_tile = policy.visit(work.kv_tile, visit);
+                    int const rank = args.ordered ? policy.rank(work.kv_tile, q_tile) : -1;
+                    load_query(work.batch, {q_head, q_tile, rank, policy.grid.contributors(q_tile)}, step_index);
+                    load_dout(work.batch, q_head, q_tile, step_index);
+                }
+        }
+    }
+
+  private:
+    // Waits until a slot is free, then claims. The next chain may be claimed while the running one is in
+    // flight, unless both could be of one cycle and wait for each other (see schedule/policy.h).
+    __device__ int next_claim(RingIndex chain_index) {
+        shared.chain_empty[chain_index.slot()].wait(chain_index.parity() ^ 1);
+        if (chain_index.count > 0) {
+            RingIndex const previous = chain_index.before();
+            int const running = shared.work[previous.slot()].claim;
+            int const cycle_end = policy.cycle_end(running, args.chain_heads);
+            if (cycle_end > running + 1 && int(ptx::load_relaxed(args.claims)) < cycle_end)
+                shared.chain_empty[previous.slot()].wait(previous.parity());
+        }
+        return int(atomicAdd(args.claims, 1u));
+    }
+
+    __device__ void load_key_value(Work const& work, RingIndex chain) {
+        shared.kv_empty.wait(chain.count & 1 ^ 1);
+        shared.k_full.arrive_and_expect_tx(sizeof(shared.k));
+        load_tile<Config::kKvRows>(args.k, shared.k_full, shared.k, work.kv_tile, work.kv_head, work.batch);
+        shared.v_full.arrive_and_expect_tx(sizeof(shared.v));
+        load_tile<Config::kKvRows>(args.v, shared.v_full, shared.v, work.kv_tile, work.kv_head, work.batch);
+    }
+
+    __device__ void load_query(int batch, StepSlot const& step, RingIndex index) {
+        uint32_t const stage = index.slot();
+        shared.q_empty[stage].wait(index.parity() ^ 1);
+        shared.step[index.count % Config::kStepSlots] = step;
+        TransferBarrier& full = shared.q_full[stage];
+        full.arrive_and_expect_tx(sizeof(shared.q[stage]) + sizeof(shared.statistics[stage]));
+        load_tile<Config::kQRows>(args.q, full, shared.q[stage], step.q_tile, step.q_head, batch);
+        load_box(args.statistics, full, shared.statistics[stage], 0, step.q_tile * (Config::kQRows / 2), step.q_head,
+                 batch);
+    }
+
+    __device__ void load_dout(int batch, int q_head, int q_tile, RingIndex index) {
+        uint32_t const stage = index.slot();
+        shared.dout_empty[stage].wait(index.parity() ^ 1);
+        TransferBarrier& full = shared.dout_full[stage];
+        full.arrive_and_expect_tx(sizeof(shared.dout[stage]));
+        load_tile<Config::kQRows>(args.dout, full, shared.dout[stage], q_tile, q_head, batch);
+    }
+
+    // A tile arrives as panels of 64 columns. Rows past the end of the tensor are filled with zeros.
+    template <int kRows>
+    __device__ void load_tile(CUtensorMap const& map, TransferBarrier& full, Element* target, int tile, int head,
+                              int batch) {
+#pragma unroll
+        for (int panel = 0; panel < Config::kPanels; ++panel)
+            load_box(map, full, target + panel * kRows * Config::kPanelColumns, panel * Config::kPanelColumns,
+                     tile * kRows, head, batch);
+    }
+
+    __device__ void load_box(CUtensorMap const& map, TransferBarrier& full, void* target, int column, int row,
+                             int head, int batch) {
+        constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+        cute::SM90_TMA_LOAD_4D::copy(&map, reinterpret_cast<uint64_t*>(&full), kHint, target, column, row, head,
+                                     batch);
+    }
+
+    __device__ void prefetch_descriptors() {
+        for (CUtensorMap const* map : {&args.q, &args.k, &args.v, &args.dout, &args.statistics})
+            cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(map));
+    }
+};
+
+}  // namespace dash

@@ -1,0 +1,244 @@
+#pragma once
+
+#include <cute/algorithm/gemm.hpp>
+
+#include "arguments.cuh"
+#include "config.cuh"
+#include "fragments.cuh"
+#include "gradient_store.cuh"
+
+namespace dash {
+
+// Role: a warpgroup that computes, for its 64 of the KV tile's rows, one query tile after the other:
+//
+//   S^T = K Q^T    P = exp2(scale log2(e) S - LSE)    dV += P^T dO
+//   dP^T = V dO^T  dS = P (dP - D)                    dK += dS^T Q      dQ = dS K  (both warpgroups)
+//
+// dK and dQ of a query tile are issued one step late, behind the next tile's S, so that the exponentials
+// run while the tensor cores work on them.
+template <class Config>
+struct Math {
+    using Shared = typename Config::Shared;
+    using Element = typename Config::Element;
+    static constexpr int kScoreBlocks = Config::kQRows / 8;
+
+    using Scores = decltype(cute::partition_fragment_C(
+        typename Config::MmaScores{}, cute::Shape<cute::Int<Config::kKvRows>, cute::Int<Config::kQRows>>{}));
+    using Gradient = decltype(cute::partition_fragment_C(
+        typename Config::MmaDk{}, cute::Shape<cute::Int<Config::kKvRows>, cute::Int<Config::kHeadDim>>{}));
+    using DqBlock = decltype(cute::partition_fragment_C(
+        typename Config::MmaDq{}, cute::Shape<cute::Int<Config::kQRows>, cute::Int<Config::kHeadDim>>{}));
+    using Weights = decltype(cute::make_tensor<Element>(cute::partition_shape_A(
+        typename Config::MmaDv{}, cute::Shape<cute::Int<Config::kKvRows>, cute::Int<Config::kQRows>>{})));
+
+    KernelArguments const& args;
+    Shared& shared;
+    
+    // Asked for anew at each use: a value derived from it is then not kept over the loop, where every
+    // register counts.
+    __device__ static int lane() { return ptx::thread_index() % 32; }
+    __device__ static int warp() { return ptx::thread_index() / 32 % 4; }  // within the warpgroup
+    __device__ static int warpgroup() { return ptx::thread_index() / 128 - 1; }  // 0 or 1
+
+    __device__ Math(KernelArguments const& a, Shared& s) : args(a), shared(s) {}
+
+    __device__ void run() {
+        using namespace cute;
+        Tensor k = make_tensor(make_smem_ptr(shared.k), typename Config::KvLayout{});
+        Tensor kt = make_tensor(make_smem_ptr(shared.k), typename Config::KvTransposed{});
+        Tensor v = make_tensor(make_smem_ptr(shared.v), typename Config::KvLayout{});
+        Tensor q = make_tensor(make_smem_ptr(shared.q[0]), typename Config::QLayout{});
+        Tensor qt = make_tensor(make_smem_ptr(shared.q[0]), typename Config::QTransposed{});
+        Tensor dout = make_tensor(make_smem_ptr(shared.dout[0]), typename Config::QLayout{});
+        Tensor doutt = make_tensor(make_smem_ptr(shared.dout[0]), typename Config::QTransposed{});
+        Tensor dst = make_tensor(make_smem_ptr(shared.ds[0]), typename Config::DsTransposed{});
+
+        typename Config::MmaScores mma_scores;
+        typename Config::MmaDv mma_dv;
+        typename Config::MmaDq mma_dq;
+        auto const key_operand = [&](auto const& tile) { return slice(mma_scores).partition_fragment_A(tile); };
+        auto const query_operand = [&](auto const& tiles) { return slice(mma_scores).partition_fragment_B(tiles); };
+        auto const column_operand = [&](auto const& tiles) { return slice(mma_dv).partition_fragment_B(tiles); };
+
+        Gradient dk, dv;
+        RingIndex chain_index, step;
+        for (;; ++chain_index) {
+            shared.chain_full[chain_index.slot()].wait(chain_index.parity());
+            Work const& work = shared.work[chain_index.slot()];
+            if (work.batch < 0) return;
+            clear(dk);
+            clear(dv);
+
+            // S and P of the first tile.
+            Scores s;
+            shared.k_full.wait(chain_index.count & 1);
+            shared.q_full[step.slot()].wait(step.parity());
+            issue(mma_scores, key_operand(k), query_operand(q)(_, _, _, step.slot()), s, false);
+            warpgroup_wait<0>();
+            probabilities(s, step, work.kv_tile);
+            shared.v_full.wait(chain_index.count & 1);
+
+            DqBlock dq;
+            for (int left = work.steps;;) {
+                // dP and dV of this tile; dS while dV is under way.
+                uint32_t const stage = step.slot();
+                shared.dout_full[stage].wait(step.parity());
+                Weights p;
+                pack(s, p);
+                Scores dp;
+                if constexpr (Config::kDvUnderway) {
+                    issue(mma_scores, key_operand(v), query_operand(dout)(_, _, _, stage), dp, false);
+                    issue(mma_dv, p, column_operand(doutt)(_, _, _, stage), dv, true);
+                    warpgroup_wait<1>();
+                } else {
+                    issue(mma_dv, p, column_operand(doutt)(_, _, _, stage), dv, true);
+                    warpgroup_wait<0>();
+                    issue(mma_scores, key_operand(v), query_operand(dout)(_, _, _, stage), dp, false);
+                    warpgroup_wait<0>();
+                }
+                warpgroup_fence_operand(dp);
+                score_gradients(s, dp, stage);
+                warpgroup_wait<0>();
+                release(shared.dout_empty[stage]);
+                Weights ds;
+                pack(dp, ds);
+                ++step;
+                if (--left == 0) {
+                    publish_ds(ds, stage);
+                    issue(mma_dv, ds, column_operand(qt)(_, _, _, stage), dk, true);
+                    issue(mma_dq, slice(mma_dq).partition_fragment_A(dst)(_, _, _, stage), slice(mma_dq).partition_fragment_B(kt), dq, false);
+                    break;
+                }
+                // S of the next tile, dK and dQ of this one; the next P while dK and dQ are under way.
+                uint32_t const next = stage ^ 1;
+                shared.q_full[next].wait(step.parity());
+                issue(mma_scores, key_operand(k), query_operand(q)(_, _, _, next), s, false);
+                publish_ds(ds, stage);
+                issue(mma_dv, ds, column_operand(qt)(_, _, _, stage), dk, true);
+                issue(mma_dq, slice(mma_dq).partition_fragment_A(dst)(_, _, _, stage), slice(mma_dq).partition_fragment_B(kt), dq, false);
+                warpgroup_wait<2>();
+                probabilities(s, step, work.kv_tile);
+                warpgroup_wait<0>();
+                release(shared.q_empty[stage]);
+                warpgroup_fence_operand(dq);
+                stage_dq(dq, step.before());
+                warpgroup_fence_operand(s);
+            }
+            warpgroup_wait<0>();
+            warpgroup_fence_operand(dk);
+            warpgroup_fence_operand(dv);
+            warpgroup_fence_operand(dq);
+            release(shared.q_empty[step.before().slot()]);
+            release(shared.kv_empty);
+            stage_dq(dq, step.before());
+
+            GradientStore<Config>(args, work, warpgroup()).store(dk, dv);
+            release(shared.chain_empty[chain_index.slot()]);
+        }
+    }
+
+  private:
+    template <class Mma>
+    __device__ static auto slice(Mma const& mma) {
+        return mma.get_slice(warpgroup() * 128);
+    }
+
+    // Starts a product of all k slices of `a` and `b`. The results are in `c` after a warpgroup_wait.
+    template <class Mma, class A, class B, class C>
+    __device__ static void issue(Mma mma, A const& a, B const& b, C& c, bool accumulate) {
+        using namespace cute;
+        warpgroup_fence_operand(c);
+        warpgroup_arrive();
+        mma.accumulate_ = accumulate ? GMMA::ScaleOut::One : GMMA::ScaleOut::Zero;
+        CUTE_UNROLL
+        for (int i = 0; i < size<2>(a); ++i) {
+            gemm(mma, a(_, _, i), b(_, _, i), c);
+            mma.accumulate_ = GMMA::ScaleOut::One;
+        }
+        warpgroup_commit_batch();
+    }
+
+    __device__ void probabilities(Scores& s, RingIndex step, int kv_tile) {
+        cute::warpgroup_fence_operand(s);
+        uint32_t const stage = step.slot();
+        int const q_tile = shared.step[step.count % Config::kStepSlots].q_tile;
+        if (args.grid.needs_mask(kv_tile, q_tile)) mask(s, kv_tile, q_tile);
+        float const scale = args.scale_log2;
+        int const column = lane() % 4;
+#pragma unroll
+        for (int b = 0; b < kScoreBlocks; ++b) {
+            float2 const lse = reinterpret_cast<float2 const*>(&shared.statistics[stage][4 * b + column])[0];
+#pragma unroll
+            for (int r = 0; r < 4; ++r) s(4 * b + r) = ptx::exp2(fmaf(s(4 * b + r), scale, r & 1 ? -lse.y : -lse.x));
+        }
+    }
+
+    // dP becomes dS = P (dP - D).
+    __device__ void score_gradients(Scores const& p, Scores& dp, uint32_t stage) {
+        int const column = lane() % 4;
+#pragma unroll
+        for (int b = 0; b < kScoreBlocks; ++b) {
+            float2 const d = reinterpret_cast<float2 const*>(&shared.statistics[stage][4 * b + column])[1];
+#pragma unroll
+            for (int r = 0; r < 4; ++r) dp(4 * b + r) = p(4 * b + r) * (dp(4 * b + r) - (r & 1 ? d.y : d.x));
+        }
+    }
+
+    // Takes out the pairs that must not meet: this lane's two keys see the queries from `first` on.
+    __device__ void mask(Scores& s, int kv_tile, int q_tile) {
+        int const key = kv_tile * Config::kKvRows + warpgroup() * 64 + warp() * 16 + lane() / 4;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            int const row = key + 8 * half;
+            int first = args.grid.causal ? row - args.grid.offset() - q_tile * Config::kQRows : 0;
+            if (row >= args.grid.seqlen_k) first = Config::kQRows;
+            first -= lane() % 4 * 2;
+#pragma unroll
+            for (int b = 0; b < kScoreBlocks; ++b)
+#pragma unroll
+                for (int c = 0; c < 2; ++c)
+                    if (8 * b + c < first) s(4 * b + 2 * half + c) = -INFINITY;
+        }
+    }
+
+    // A score fragment's registers, in order, are the registers of the next product's A operand.
+    __device__ static void pack(Scores const& from, Weights& to) {
+        cute::Tensor words = cute::recast<uint32_t>(to);
+#pragma unroll
+        for (int i = 0; i < cute::size(words); ++i) words(i) = ptx::pack<Element>(from(2 * i), from(2 * i + 1));
+    }
+
+    // Writes this warpgroup's dS^T to shared memory and returns when the other has written its own.
+    __device__ void publish_ds(Weights const& ds, uint32_t stage) {
+        cute::Tensor target = cute::make_tensor(cute::make_smem_ptr(shared.ds[0]), typename Config::DsLayout{});
+        cute::Tensor words = cute::recast<uint32_t const>(ds);
+        int const row = warpgroup() * 64 + warp() * 16 + lane() % 16;
+        int const column = lane() / 16 * 8;
+#pragma unroll
+        for (int b = 0; b < kScoreBlocks; b += 2)
+            cute::SM90_U32x4_STSM_N::copy(words(2 * b), words(2 * b + 1), words(2 * b + 2), words(2 * b + 3),
+                                          *reinterpret_cast<cute::uint128_t*>(&target(row, column + 8 * b, stage)));
+        cutlass::arch::fence_view_async_shared();
+        cutlass::arch::NamedBarrier::sync(Config::kMathThreads, uint32_t(WarpBarrier::math));
+    }
+
+    // Hands a dQ block to the writers, in fragment order.
+    __device__ void stage_dq(DqBlock const& dq, RingIndex step) {
+        uint32_t const buffer = step.slot();
+        shared.dq_empty[buffer].wait(step.parity() ^ 1);
+        auto* target = reinterpret_cast<float4*>(shared.dq[buffer]) + warpgroup() * 8 * 128 + ptx::thread_index() % 128;
+#pragma unroll
+        for (int b = 0; b < 8; ++b)
+            target[b * 128] = make_float4(dq(4 * b), dq(4 * b + 1), dq(4 * b + 2), dq(4 * b + 3));
+        cutlass::arch::fence_view_async_shared();
+        release(shared.dq_full[buffer]);
+    }
+
+    // Every math warp arrives once.
+    __device__ void release(typename Config::Barrier& barrier) {
+        __syncwarp();
+        if (lane() == 0) barrier.arrive();
+    }
+};
+
+}  // namespace dash

@@ -1,0 +1,27 @@
+#pragma once
+
+#include "../core/stuck_report.h"
+#include "ptx.cuh"
+
+namespace dash {
+
+// A call of printf would cost the whole kernel its register plan, so the last words go to host memory
+// that outlives the trap; the host side prints them.
+__device__ __forceinline__ void report_stuck(StuckReport* report, StuckReport const& words) {
+    *report = words;
+    __threadfence_system();
+    __trap();
+}
+
+// Returns when `turn` contributions have landed. What they wrote is then visible to this thread.
+__device__ __forceinline__ void wait_for_turn(uint32_t const* ticket, uint32_t turn, uint64_t limit_ns,
+                                              StuckReport* report, StuckReport::Sum sum, int batch, int head, int tile,
+                                              int kv_tile) {
+    if (ptx::load_acquire(ticket) == turn) return;
+    uint64_t const start = ptx::global_timer_ns();
+    for (uint32_t seen; (seen = ptx::load_acquire(ticket)) != turn;)
+        if (ptx::global_timer_ns() - start > limit_ns)
+            report_stuck(report, {sum, batch, head, tile, kv_tile, turn, seen});
+}
+
+}  // namespace dash

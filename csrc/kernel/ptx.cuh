@@ -1,0 +1,80 @@
+#pragma once
+
+// Instructions that CuTe and CUTLASS do not wrap, each behind one name.
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <cute/arch/copy_sm90_tma.hpp>
+
+namespace dash::ptx {
+
+// threadIdx.x, read where it stands: the compiler neither moves it nor keeps it in a register.
+__device__ __forceinline__ int thread_index() {
+    int index;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+    return index;
+}
+
+__device__ __forceinline__ uint64_t global_timer_ns() {
+    uint64_t ns;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
+    return ns;
+}
+
+__device__ __forceinline__ uint32_t load_acquire(uint32_t const* word) {
+    uint32_t value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ uint32_t load_relaxed(uint32_t const* word) {
+    uint32_t value;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void add_release(uint32_t* word, uint32_t value) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ uint32_t fetch_add_acq_rel(uint32_t* word, uint32_t value) {
+    uint32_t old;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(word), "r"(value) : "memory");
+    return old;
+}
+
+// Orders the generic proxy (ordinary loads and stores) and the async proxy (bulk copies), all state spaces.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
+__device__ __forceinline__ void bulk_reduce_add(float* sum, float const* shared, uint32_t bytes) {
+    uint32_t const source = cute::cast_smem_ptr_to_uint(shared);
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(sum), "r"(source),
+                 "r"(bytes)
+                 : "memory");
+}
+
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Waits until the writes have landed. The `.read` form would only say that shared memory has been read.
+__device__ __forceinline__ void bulk_wait_complete() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+__device__ __forceinline__ float exp2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Two floats to a register of 16-bit elements, `low` in the lower half.
+template <class Element>
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+    uint32_t packed;
+    if constexpr (sizeof(Element) == 2 && std::is_same_v<Element, cutlass::bfloat16_t>)
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    else
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+}  // namespace dash::ptx

@@ -1,0 +1,56 @@
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#include "../core/backward.h"
+
+namespace dash {
+
+// The driver's function for tensor maps, found at run time: the library must load where there is no driver.
+inline auto encode_tensor_map() {
+    static auto const function = [] {
+        void* entry = nullptr;
+        cudaDriverEntryPointQueryResult result;
+#if CUDART_VERSION >= 12050
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &result);
+#else
+        cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &entry, cudaEnableDefault, &result);
+#endif
+        return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry);
+    }();
+    if (!function) throw std::runtime_error("the CUDA driver has no cuTensorMapEncodeTiled; it needs CUDA 12");
+    return function;
+}
+
+struct Extent {
+    int columns, rows, heads, batch;
+};
+
+// A map for boxes of `box_rows` x `box_columns` of one head. Strides count elements of `element_bytes`.
+inline CUtensorMap tensor_map(char const* name, MatrixView const& view, Extent const& extent, int box_columns,
+                              int box_rows, CUtensorMapDataType type, int element_bytes, CUtensorMapSwizzle swizzle) {
+    cuuint64_t const sizes[] = {cuuint64_t(extent.columns), cuuint64_t(extent.rows), cuuint64_t(extent.heads),
+                                cuuint64_t(extent.batch)};
+    // The stride of a dimension of size one is never used, but it has to be valid.
+    auto const bytes = [&](int64_t stride, int size) { return size > 1 ? cuuint64_t(stride * element_bytes) : 16; };
+    cuuint64_t const strides[] = {bytes(view.row_stride, extent.rows), bytes(view.head_stride, extent.heads),
+                                  bytes(view.batch_stride, extent.batch)};
+    cuuint32_t const box[] = {cuuint32_t(box_columns), cuuint32_t(box_rows), 1, 1};
+    cuuint32_t const steps[] = {1, 1, 1, 1};
+    CUtensorMap map;
+    CUresult const status = encode_tensor_map()(&map, type, 4, view.data, sizes, strides, box, steps,
+                                                CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                                                CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (status != CUDA_SUCCESS)
+        throw std::invalid_argument(std::string(name) + ": the driver refuses its tensor map (error " +
+                                    std::to_string(status) +
+                                    "); pointer and strides must be multiples of 16 bytes");
+    return map;
+}
+
+}  // namespace dash

@@ -1,0 +1,20 @@
+#pragma once
+
+// A policy is a struct made from a TileGrid. All members are pure functions of integers:
+//
+//   visits(kv_tile)            how many query tiles the chain of a KV tile visits in one head
+//   visit(kv_tile, step)       which query tile it visits at a step
+//   rank(kv_tile, q_tile)      the place of its contribution in the query tile's sum
+//   chain(claim, heads)        the order in which chains are issued
+//   cycle_end(claim, heads)    chains of one cycle wait for each other: the first claim after the cycle
+//   slot(kv_tile)              the CTA, within a cycle, that the schedule has in mind for it
+//   resident_ctas_needed()     the longest cycle
+//
+// A CTA may hold a second chain while one is running only if both are not of one cycle; since claims
+// only grow, that is certain once the counter has reached cycle_end of the running claim. Then every
+// chain waits only for chains that are running or were issued before: see docs/architecture.md.
+
+#include "descending.h"
+#include "naive.h"
+#include "shift.h"
+#include "symmetric_shift.h"
