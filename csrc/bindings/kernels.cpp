@@ -90,8 +90,9 @@ std::optional<std::string> stuck_report() {
     KernelLibrary const& library = KernelLibrary::instance();
     library.require_open();
     char message[512] = "";
-    if (library.stuck_report(message, sizeof message) == 0) return std::nullopt;
-    return message;
+    int const stuck = library.stuck_report(message, sizeof message);
+    if (stuck < 0) throw std::runtime_error(message);
+    return stuck ? std::optional<std::string>(message) : std::nullopt;
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "backward.h"
+#include "../schedule/cyclic_groups.h"
 #include "tile_shape.h"
 
 namespace dash {
@@ -12,11 +13,10 @@ namespace dash {
 // leave most SMs idle (MQA) the group is cut, and dK, dV are summed in the order of the parts. The bits
 // depend on the cut, so it knows neither the device at hand nor the batch around the entry.
 inline int query_head_parts(int heads_q, int heads_k, int kv_tiles) {
-    constexpr int64_t kChainsThatFillAChip = 128;
     int const group = heads_q / heads_k;
     int64_t const chains = int64_t(heads_k) * kv_tiles;
     for (int parts = 1; parts < group; ++parts)
-        if (group % parts == 0 && chains * parts >= kChainsThatFillAChip) return parts;
+        if (group % parts == 0 && chains * parts >= schedule::kChainsThatFillAChip) return parts;
     return group;
 }
 

@@ -17,21 +17,18 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     auto& shared = *reinterpret_cast<typename Config::Shared*>(shared_bytes);
 
     if (threadIdx.x == 0) {
-        shared.totals = 0;
         shared.k_full.init(1);
         shared.v_full.init(1);
-        shared.dq_total_full.init(1);
         shared.kv_empty.init(Config::kMathWarps);
-        for (int i = 0; i < Config::kDepth; ++i) {
-            shared.q_full[i].init(1);
-            shared.dout_full[i].init(1);
-            shared.q_empty[i].init(Config::kMathWarps);
-            shared.dout_empty[i].init(Config::kMathWarps);
-            shared.dq_full[i].init(Config::kMathWarps);
-            shared.dq_empty[i].init(1);
-            shared.chain_full[i].init(1);
-            shared.chain_empty[i].init(Config::kMathWarps + Config::kWriterWarps);
-        }
+        for (auto& barrier : shared.q_full) barrier.init(1);
+        for (auto& barrier : shared.q_empty) barrier.init(Config::kMathWarps);
+        for (auto& barrier : shared.dout_full) barrier.init(1);
+        for (auto& barrier : shared.dout_empty) barrier.init(Config::kMathWarps);
+        for (auto& barrier : shared.dq_total_full) barrier.init(1);
+        for (auto& barrier : shared.dq_full) barrier.init(Config::kMathWarps);
+        for (auto& barrier : shared.dq_empty) barrier.init(1);
+        for (auto& barrier : shared.chain_full) barrier.init(1);
+        for (auto& barrier : shared.chain_empty) barrier.init(Config::kMathWarps + Config::kWriterWarps);
         cutlass::arch::fence_barrier_init();
     }
     __syncthreads();
@@ -40,7 +37,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if (warp < 4) {
         cutlass::arch::warpgroup_reg_dealloc<Config::kServiceRegisters>();
         if (warp > 0)
-            Writer<Config>(args, shared).run();
+            Writer<Config>(args, shared, warp - 1).run();
         else if (cute::elect_one_sync())
             Loader<Config, Policy>(args, policy, shared).run();
     } else {

@@ -27,13 +27,13 @@ struct alignas(16) StepSlot {
     int contributors;
 };
 
-// The place of a counted thing in a ring of two, and the parity of its round.
-struct RingIndex {
-    uint32_t count = 0;
-    __device__ uint32_t slot() const { return count & 1; }
-    __device__ uint32_t parity() const { return (count >> 1) & 1; }
-    __device__ RingIndex before() const { return {count - 1}; }
-    __device__ void operator++() { ++count; }
+// Where the `count`-th thing lies in a ring of `kDepth` buffers, and the parity of its round, which the
+// barriers' phases follow. Roles keep the count alone: one register for all rings that advance together.
+template <int kDepth>
+struct RingPlace {
+    uint32_t slot;
+    uint32_t parity;
+    __device__ explicit RingPlace(uint32_t count) : slot(count % kDepth), parity(count / kDepth & 1) {}
 };
 
 // Everything that the element type and the head dimension decide: tiles, shared memory, MMA shapes.
@@ -43,15 +43,22 @@ struct Config {
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kQRows = tile_shape(kHeadDim).q_rows;
     static constexpr int kKvRows = tile_shape(kHeadDim).kv_rows;
-    static constexpr int kDepth = 2;  // RingIndex's; stages of Q, dO, dS, of staged dQ and of chains
 
-    static constexpr int kStepSlots = 8;  // the loader is at most two stages and two staged tiles ahead of the writers
+    // Q is held longest: from S until dK, which is issued behind the next tile's S.
+    static constexpr int kQStages = 3;
+    static constexpr int kDoutStages = 2;
+    static constexpr int kDqStages = 2;
+    static constexpr int kChainSlots = 2;
+    using QPlace = RingPlace<kQStages>;
+    using DoutPlace = RingPlace<kDoutStages>;
+    using DqPlace = RingPlace<kDqStages>;
+    using ChainPlace = RingPlace<kChainSlots>;
+    static constexpr int kStepSlots = 8;  // the loader is at most three stages and two staged tiles ahead of the writers
 
     static constexpr int kMathWarpgroups = 2;
     static constexpr int kMathThreads = kMathWarpgroups * 128;
     static constexpr int kMathWarps = kMathThreads / 32;
     static constexpr int kWriterWarps = 3;
-    static constexpr int kWriterThreads = kWriterWarps * 32;
     static constexpr int kThreads = 128 + kMathThreads;
     // 128 service threads and 256 math threads share the 64512 registers that 384 threads start with.
     static constexpr int kServiceRegisters = kHeadDim == 128 ? 24 : 40;
@@ -72,24 +79,26 @@ struct Config {
 
     template <int kRows, int kColumns>
     using Tile = decltype(cute::tile_to_shape(Panel{}, cute::Shape<cute::Int<kRows>, cute::Int<kColumns>>{}));
-    template <int kRows, int kColumns>
+    template <int kRows, int kColumns, int kStages>
     using Stages = decltype(cute::tile_to_shape(
-        Panel{}, cute::Shape<cute::Int<kRows>, cute::Int<kColumns>, cute::Int<kDepth>>{}));
+        Panel{}, cute::Shape<cute::Int<kRows>, cute::Int<kColumns>, cute::Int<kStages>>{}));
     template <int kRows, int kColumns, class Layout>
     using Transposed = decltype(cute::composition(
         Layout{}, cute::Layout<cute::Shape<cute::Int<kColumns>, cute::Int<kRows>>,
                                cute::Stride<cute::Int<kRows>, cute::_1>>{}));
-    template <int kRows, int kColumns, class Layout>
+    template <int kRows, int kColumns, int kStages, class Layout>
     using TransposedStages = decltype(cute::composition(
-        Layout{}, cute::Layout<cute::Shape<cute::Int<kColumns>, cute::Int<kRows>, cute::Int<kDepth>>,
+        Layout{}, cute::Layout<cute::Shape<cute::Int<kColumns>, cute::Int<kRows>, cute::Int<kStages>>,
                                cute::Stride<cute::Int<kRows>, cute::_1, cute::Int<kRows * kColumns>>>{}));
 
-    using KvLayout = Tile<kKvRows, kHeadDim>;               // K, V: (key, feature)
+    using KvLayout = Tile<kKvRows, kHeadDim>;                // K, V: (key, feature)
     using KvTransposed = Transposed<kKvRows, kHeadDim, KvLayout>;
-    using QLayout = Stages<kQRows, kHeadDim>;               // Q, dO: (query, feature, stage)
-    using QTransposed = TransposedStages<kQRows, kHeadDim, QLayout>;
-    using DsLayout = Stages<kKvRows, kQRows>;               // dS^T: (key, query, stage)
-    using DsTransposed = TransposedStages<kKvRows, kQRows, DsLayout>;
+    using QLayout = Stages<kQRows, kHeadDim, kQStages>;      // (query, feature, stage)
+    using QTransposed = TransposedStages<kQRows, kHeadDim, kQStages, QLayout>;
+    using DoutLayout = Stages<kQRows, kHeadDim, kDoutStages>;
+    using DoutTransposed = TransposedStages<kQRows, kHeadDim, kDoutStages, DoutLayout>;
+    using DsLayout = Tile<kKvRows, kQRows>;                  // dS^T: (key, query)
+    using DsTransposed = Transposed<kKvRows, kQRows, DsLayout>;
 
     template <int kColumns>
     using AtomShape = cute::Shape<cute::_64, cute::Int<kColumns>, cute::_16>;
@@ -123,25 +132,25 @@ struct Config {
     struct alignas(1024) Shared {
         alignas(1024) Element k[kKvRows * kHeadDim];
         alignas(1024) Element v[kKvRows * kHeadDim];
-        alignas(1024) Element q[kDepth][kQRows * kHeadDim];
-        alignas(1024) Element dout[kDepth][kQRows * kHeadDim];
-        alignas(1024) Element ds[kDepth][kKvRows * kQRows];
-        alignas(1024) float dq[kDepth][kDqTileFloats];  // in fragment order
-        alignas(128) float4 statistics[kDepth][kQRows / 2];  // (LSE, LSE, D, D) of two neighbouring queries
+        alignas(1024) Element q[kQStages][kQRows * kHeadDim];
+        alignas(1024) Element dout[kDoutStages][kQRows * kHeadDim];
+        alignas(1024) Element ds[kKvRows * kQRows];
+        alignas(1024) float dq[kDqStages][kDqTileFloats];      // in fragment order
+        alignas(128) float4 statistics[kQStages][kQRows / 2];  // (LSE, LSE, D, D) of two neighbouring queries
+        int q_tile[kQStages];
         StepSlot step[kStepSlots];
-        Work work[kDepth];
-        bool complete[kDepth];  // whether a staged dQ tile has become the total
-        uint32_t totals;  // that came back from global memory
+        Work work[kChainSlots];
 
-        TransferBarrier k_full, v_full, q_full[kDepth], dout_full[kDepth], dq_total_full;
-        Barrier kv_empty, q_empty[kDepth], dout_empty[kDepth];
-        Barrier dq_full[kDepth], dq_empty[kDepth];
-        Barrier chain_full[kDepth], chain_empty[kDepth];
+        TransferBarrier k_full, v_full, q_full[kQStages], dout_full[kDoutStages], dq_total_full[kWriterWarps];
+        Barrier kv_empty, q_empty[kQStages], dout_empty[kDoutStages];
+        Barrier dq_full[kDqStages], dq_empty[kDqStages];
+        Barrier chain_full[kChainSlots], chain_empty[kChainSlots];
     };
     static_assert(sizeof(Shared) <= 232448, "shared memory of one CTA on sm_90");
 };
 
-// Hardware barriers between warps; CUTLASS keeps the first few ids for itself.
-enum class WarpBarrier : uint32_t { math = 0, writers = 1 };
+// Hardware barriers between the math warpgroups; CUTLASS keeps the first few ids for itself.
+// ds_free + w: math warpgroup w may write dS, since the other one has read it.
+enum class WarpBarrier : uint32_t { math = 0, ds_free = 1 };
 
 }  // namespace dash

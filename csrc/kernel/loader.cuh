@@ -24,76 +24,82 @@ struct Loader {
 
     __device__ void run() {
         prefetch_descriptors();
-        RingIndex chain_index, step_index;
-        for (;; ++chain_index) {
-            int const claim = next_claim(chain_index);
-            Work& work = shared.work[chain_index.slot()];
+        uint32_t step = 0;
+        for (uint32_t chain_count = 0;; ++chain_count) {
+            typename Config::ChainPlace const place(chain_count);
+            int const claim = next_claim(chain_count);
+            Work& work = shared.work[place.slot];
             if (claim >= args.chains) {
                 work.batch = -1;
-                shared.chain_full[chain_index.slot()].arrive();
+                shared.chain_full[place.slot].arrive();
                 return;
             }
             schedule::Chain const chain = policy.chain(claim, args.chain_heads);
             int const kv_head = chain.head / args.parts;
-            int const visits = policy.visits(chain.kv_tile);
-            work = {kv_head / args.heads_k, kv_head % args.heads_k,         chain.kv_tile, chain.head % args.parts,
-                    visits * args.heads_per_part, claim};
-            shared.chain_full[chain_index.slot()].arrive();
+            work = {kv_head / args.heads_k,
+                    kv_head % args.heads_k,
+                    chain.kv_tile,
+                    chain.head % args.parts,
+                    policy.visits(chain.kv_tile) * args.heads_per_part,
+                    claim};
+            shared.chain_full[place.slot].arrive();
 
-            load_key_value(work, chain_index);
+            load_key_value(work, chain_count);
             int q_head = (work.kv_head * args.parts + work.part) * args.heads_per_part;
+            int visit = 0;
 #pragma unroll 1
-            for (int const end = q_head + args.heads_per_part; q_head < end; ++q_head)
-#pragma unroll 1
-                for (int visit = 0; visit < visits; ++visit, ++step_index) {
-                    int const q_tile = policy.visit(work.kv_tile, visit);
-                    int const rank = args.ordered ? policy.rank(work.kv_tile, q_tile) : -1;
-                    load_query(work.batch, {q_head, q_tile, rank, policy.grid.contributors(q_tile)}, step_index);
-                    load_dout(work.batch, q_head, q_tile, step_index);
-                }
+            for (uint32_t const end = step + work.steps; step < end; ++step) {
+                int const q_tile = policy.visit(work.kv_tile, visit);
+                int const rank = args.ordered ? policy.rank(work.kv_tile, q_tile) : -1;
+                load_query(work.batch, {q_head, q_tile, rank, policy.grid.contributors(q_tile)}, step);
+                load_dout(work.batch, q_head, q_tile, step);
+                if (++visit == policy.visits(work.kv_tile)) visit = 0, ++q_head;
+            }
         }
     }
 
   private:
     // Waits until a slot is free, then claims. The next chain may be claimed while the running one is in
     // flight, unless both could be of one cycle and wait for each other (see schedule/policy.h).
-    __device__ int next_claim(RingIndex chain_index) {
-        shared.chain_empty[chain_index.slot()].wait(chain_index.parity() ^ 1);
-        if (chain_index.count > 0) {
-            RingIndex const previous = chain_index.before();
-            int const running = shared.work[previous.slot()].claim;
+    __device__ int next_claim(uint32_t chain_count) {
+        typename Config::ChainPlace const place(chain_count);
+        shared.chain_empty[place.slot].wait(place.parity ^ 1);
+        if (chain_count > 0) {
+            typename Config::ChainPlace const previous(chain_count - 1);
+            int const running = shared.work[previous.slot].claim;
             int const cycle_end = policy.cycle_end(running, args.chain_heads);
             if (cycle_end > running + 1 && int(ptx::load_relaxed(args.claims)) < cycle_end)
-                shared.chain_empty[previous.slot()].wait(previous.parity());
+                shared.chain_empty[previous.slot].wait(previous.parity);
         }
         return int(atomicAdd(args.claims, 1u));
     }
 
-    __device__ void load_key_value(Work const& work, RingIndex chain) {
-        shared.kv_empty.wait(chain.count & 1 ^ 1);
+    __device__ void load_key_value(Work const& work, uint32_t chain_count) {
+        shared.kv_empty.wait(chain_count & 1 ^ 1);
         shared.k_full.arrive_and_expect_tx(sizeof(shared.k));
         load_tile<Config::kKvRows>(args.k, shared.k_full, shared.k, work.kv_tile, work.kv_head, work.batch);
         shared.v_full.arrive_and_expect_tx(sizeof(shared.v));
         load_tile<Config::kKvRows>(args.v, shared.v_full, shared.v, work.kv_tile, work.kv_head, work.batch);
     }
 
-    __device__ void load_query(int batch, StepSlot const& step, RingIndex index) {
-        uint32_t const stage = index.slot();
-        shared.q_empty[stage].wait(index.parity() ^ 1);
-        shared.step[index.count % Config::kStepSlots] = step;
-        TransferBarrier& full = shared.q_full[stage];
-        full.arrive_and_expect_tx(sizeof(shared.q[stage]) + sizeof(shared.statistics[stage]));
-        load_tile<Config::kQRows>(args.q, full, shared.q[stage], step.q_tile, step.q_head, batch);
-        load_box(args.statistics, full, shared.statistics[stage], 0, step.q_tile * (Config::kQRows / 2), step.q_head,
-                 batch);
+    __device__ void load_query(int batch, StepSlot const& slot, uint32_t step) {
+        typename Config::QPlace const place(step);
+        shared.q_empty[place.slot].wait(place.parity ^ 1);
+        shared.q_tile[place.slot] = slot.q_tile;
+        shared.step[step % Config::kStepSlots] = slot;
+        TransferBarrier& full = shared.q_full[place.slot];
+        full.arrive_and_expect_tx(sizeof(shared.q[0]) + sizeof(shared.statistics[0]));
+        load_tile<Config::kQRows>(args.q, full, shared.q[place.slot], slot.q_tile, slot.q_head, batch);
+        load_box(args.statistics, full, shared.statistics[place.slot], 0, slot.q_tile * (Config::kQRows / 2),
+                 slot.q_head, batch);
     }
 
-    __device__ void load_dout(int batch, int q_head, int q_tile, RingIndex index) {
-        uint32_t const stage = index.slot();
-        shared.dout_empty[stage].wait(index.parity() ^ 1);
-        TransferBarrier& full = shared.dout_full[stage];
-        full.arrive_and_expect_tx(sizeof(shared.dout[stage]));
-        load_tile<Config::kQRows>(args.dout, full, shared.dout[stage], q_tile, q_head, batch);
+    __device__ void load_dout(int batch, int q_head, int q_tile, uint32_t step) {
+        typename Config::DoutPlace const place(step);
+        shared.dout_empty[place.slot].wait(place.parity ^ 1);
+        TransferBarrier& full = shared.dout_full[place.slot];
+        full.arrive_and_expect_tx(sizeof(shared.dout[0]));
+        load_tile<Config::kQRows>(args.dout, full, shared.dout[place.slot], q_tile, q_head, batch);
     }
 
     // A tile arrives as panels of 64 columns. Rows past the end of the tensor are filled with zeros.

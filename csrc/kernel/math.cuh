@@ -20,6 +20,9 @@ template <class Config>
 struct Math {
     using Shared = typename Config::Shared;
     using Element = typename Config::Element;
+    using QPlace = typename Config::QPlace;
+    using DoutPlace = typename Config::DoutPlace;
+    using DqPlace = typename Config::DqPlace;
     static constexpr int kScoreBlocks = Config::kQRows / 8;
 
     using Scores = decltype(cute::partition_fragment_C(
@@ -49,91 +52,126 @@ struct Math {
         Tensor v = make_tensor(make_smem_ptr(shared.v), typename Config::KvLayout{});
         Tensor q = make_tensor(make_smem_ptr(shared.q[0]), typename Config::QLayout{});
         Tensor qt = make_tensor(make_smem_ptr(shared.q[0]), typename Config::QTransposed{});
-        Tensor dout = make_tensor(make_smem_ptr(shared.dout[0]), typename Config::QLayout{});
-        Tensor doutt = make_tensor(make_smem_ptr(shared.dout[0]), typename Config::QTransposed{});
-        Tensor dst = make_tensor(make_smem_ptr(shared.ds[0]), typename Config::DsTransposed{});
+        Tensor dout = make_tensor(make_smem_ptr(shared.dout[0]), typename Config::DoutLayout{});
+        Tensor doutt = make_tensor(make_smem_ptr(shared.dout[0]), typename Config::DoutTransposed{});
+        Tensor dst = make_tensor(make_smem_ptr(shared.ds), typename Config::DsTransposed{});
+
+        Tensor ds = make_tensor(make_smem_ptr(shared.ds), typename Config::DsLayout{});
 
         typename Config::MmaScores mma_scores;
         typename Config::MmaDv mma_dv;
+        typename Config::MmaDk mma_dk;
         typename Config::MmaDq mma_dq;
         auto const key_operand = [&](auto const& tile) { return slice(mma_scores).partition_fragment_A(tile); };
         auto const query_operand = [&](auto const& tiles) { return slice(mma_scores).partition_fragment_B(tiles); };
         auto const column_operand = [&](auto const& tiles) { return slice(mma_dv).partition_fragment_B(tiles); };
 
         Gradient dk, dv;
-        RingIndex chain_index, step;
-        for (;; ++chain_index) {
-            shared.chain_full[chain_index.slot()].wait(chain_index.parity());
-            Work const& work = shared.work[chain_index.slot()];
+        Scores s;
+        DqBlock dq;
+        uint32_t step = 0;
+
+        auto const issue_scores = [&] {
+            QPlace const place(step);
+            shared.q_full[place.slot].wait(place.parity);
+            issue(mma_scores, key_operand(k), query_operand(q)(_, _, _, place.slot), s, true);
+        };
+        auto const issue_dv = [&](Weights const& p) {
+            DoutPlace const place(step);
+            shared.dout_full[place.slot].wait(place.parity);
+            issue(mma_dv, p, column_operand(doutt)(_, _, _, place.slot), dv);
+        };
+        auto const issue_dp = [&](Scores& dp) {
+            issue(mma_scores, key_operand(v), query_operand(dout)(_, _, _, DoutPlace(step).slot), dp, true);
+        };
+        auto const issue_dk = [&](uint32_t of_step) {
+            issue(mma_dk, slice(mma_dk).partition_fragment_A(ds),
+                  column_operand(qt)(_, _, _, QPlace(of_step).slot), dk);
+        };
+        auto const issue_dq = [&] {
+            issue(mma_dq, slice(mma_dq).partition_fragment_A(dst), slice(mma_dq).partition_fragment_B(kt), dq, true);
+        };
+
+        // Every stretch of arithmetic has a product of this warpgroup under way:
+        //
+        //   issue dP, dK of the tile before     dS = P (dP - D)      under dK
+        //   issue S of the next tile            publish dS           under S
+        //   issue dQ                            P of the next tile   under dQ
+        //   issue dV of the next tile           stage dQ             under dV
+        allow_ds();
+        for (uint32_t chain_count = 0;; ++chain_count) {
+            typename Config::ChainPlace const chain(chain_count);
+            shared.chain_full[chain.slot].wait(chain.parity);
+            Work const& work = shared.work[chain.slot];
             if (work.batch < 0) return;
             clear(dk);
             clear(dv);
 
-            // S and P of the first tile.
-            Scores s;
-            shared.k_full.wait(chain_index.count & 1);
-            shared.q_full[step.slot()].wait(step.parity());
-            issue(mma_scores, key_operand(k), query_operand(q)(_, _, _, step.slot()), s, false);
+            shared.k_full.wait(chain_count & 1);
+            issue_scores();
             warpgroup_wait<0>();
-            probabilities(s, step, work.kv_tile);
-            shared.v_full.wait(chain_index.count & 1);
-
-            DqBlock dq;
-            for (int left = work.steps;;) {
-                // dP and dV of this tile; dS while dV is under way.
-                uint32_t const stage = step.slot();
-                shared.dout_full[stage].wait(step.parity());
+            probabilities(s, QPlace(step).slot, work.kv_tile);
+            shared.v_full.wait(chain_count & 1);
+            {
                 Weights p;
                 pack(s, p);
-                Scores dp;
-                if constexpr (Config::kDvUnderway) {
-                    issue(mma_scores, key_operand(v), query_operand(dout)(_, _, _, stage), dp, false);
-                    issue(mma_dv, p, column_operand(doutt)(_, _, _, stage), dv, true);
-                    warpgroup_wait<1>();
-                } else {
-                    issue(mma_dv, p, column_operand(doutt)(_, _, _, stage), dv, true);
-                    warpgroup_wait<0>();
-                    issue(mma_scores, key_operand(v), query_operand(dout)(_, _, _, stage), dp, false);
-                    warpgroup_wait<0>();
-                }
-                warpgroup_fence_operand(dp);
-                score_gradients(s, dp, stage);
+                issue_dv(p);
                 warpgroup_wait<0>();
-                release(shared.dout_empty[stage]);
-                Weights ds;
-                pack(dp, ds);
-                ++step;
-                if (--left == 0) {
-                    publish_ds(ds, stage);
-                    issue(mma_dv, ds, column_operand(qt)(_, _, _, stage), dk, true);
-                    issue(mma_dq, slice(mma_dq).partition_fragment_A(dst)(_, _, _, stage), slice(mma_dq).partition_fragment_B(kt), dq, false);
+            }
+            uint32_t const end = step + work.steps;
+            for (bool first = true;; first = false) {
+                Weights weights;
+                {
+                    Scores dp;
+                    issue_dp(dp);
+                    if (first) {
+                        warpgroup_wait<0>();
+                    } else {
+                        issue_dk(step - 1);
+                        warpgroup_wait<1>();
+                    }
+                    release(shared.dout_empty[DoutPlace(step).slot]);
+                    warpgroup_fence_operand(dp);
+                    score_gradients(s, dp, QPlace(step).slot);
+                    pack(dp, weights);
+                }
+                if (++step == end) {
+                    warpgroup_wait<0>();
+                    if (!first) release(shared.q_empty[QPlace(step - 2).slot]);
+                    publish_ds(weights);
                     break;
                 }
-                // S of the next tile, dK and dQ of this one; the next P while dK and dQ are under way.
-                uint32_t const next = stage ^ 1;
-                shared.q_full[next].wait(step.parity());
-                issue(mma_scores, key_operand(k), query_operand(q)(_, _, _, next), s, false);
-                publish_ds(ds, stage);
-                issue(mma_dv, ds, column_operand(qt)(_, _, _, stage), dk, true);
-                issue(mma_dq, slice(mma_dq).partition_fragment_A(dst)(_, _, _, stage), slice(mma_dq).partition_fragment_B(kt), dq, false);
-                warpgroup_wait<2>();
-                probabilities(s, step, work.kv_tile);
-                warpgroup_wait<0>();
-                release(shared.q_empty[stage]);
-                warpgroup_fence_operand(dq);
-                stage_dq(dq, step.before());
-                warpgroup_fence_operand(s);
+                issue_scores();
+                warpgroup_wait<1>();
+                if (!first) release(shared.q_empty[QPlace(step - 2).slot]);
+                publish_ds(weights);
+                issue_dq();
+                warpgroup_wait<1>();
+                probabilities(s, QPlace(step).slot, work.kv_tile);
+                {
+                    Weights p;
+                    pack(s, p);
+                    issue_dv(p);
+                    warpgroup_wait<1>();
+                    warpgroup_fence_operand(dq);
+                    allow_ds();
+                    stage_dq(dq, DqPlace(step - 1));
+                    warpgroup_wait<0>();
+                }
             }
+            issue_dk(step - 1);
+            issue_dq();
             warpgroup_wait<0>();
             warpgroup_fence_operand(dk);
             warpgroup_fence_operand(dv);
             warpgroup_fence_operand(dq);
-            release(shared.q_empty[step.before().slot()]);
+            release(shared.q_empty[QPlace(step - 1).slot]);
             release(shared.kv_empty);
-            stage_dq(dq, step.before());
+            allow_ds();
+            stage_dq(dq, DqPlace(step - 1));
 
             GradientStore<Config>(args, work, warpgroup()).store(dk, dv);
-            release(shared.chain_empty[chain_index.slot()]);
+            release(shared.chain_empty[chain_count % Config::kChainSlots]);
         }
     }
 
@@ -145,11 +183,11 @@ struct Math {
 
     // Starts a product of all k slices of `a` and `b`. The results are in `c` after a warpgroup_wait.
     template <class Mma, class A, class B, class C>
-    __device__ static void issue(Mma mma, A const& a, B const& b, C& c, bool accumulate) {
+    __device__ static void issue(Mma mma, A const& a, B const& b, C& c, bool clear = false) {
         using namespace cute;
         warpgroup_fence_operand(c);
         warpgroup_arrive();
-        mma.accumulate_ = accumulate ? GMMA::ScaleOut::One : GMMA::ScaleOut::Zero;
+        mma.accumulate_ = clear ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
         CUTE_UNROLL
         for (int i = 0; i < size<2>(a); ++i) {
             gemm(mma, a(_, _, i), b(_, _, i), c);
@@ -158,10 +196,9 @@ struct Math {
         warpgroup_commit_batch();
     }
 
-    __device__ void probabilities(Scores& s, RingIndex step, int kv_tile) {
+    __device__ void probabilities(Scores& s, uint32_t stage, int kv_tile) {
         cute::warpgroup_fence_operand(s);
-        uint32_t const stage = step.slot();
-        int const q_tile = shared.step[step.count % Config::kStepSlots].q_tile;
+        int const q_tile = shared.q_tile[stage];
         if (args.grid.needs_mask(kv_tile, q_tile)) mask(s, kv_tile, q_tile);
         float const scale = args.scale_log2;
         int const column = lane() % 4;
@@ -171,6 +208,8 @@ struct Math {
 #pragma unroll
             for (int r = 0; r < 4; ++r) s(4 * b + r) = ptx::exp2(fmaf(s(4 * b + r), scale, r & 1 ? -lse.y : -lse.x));
         }
+        // Here, under the products in flight, and not after the next wait, where the compiler would put it.
+        cute::warpgroup_fence_operand(s);
     }
 
     // dP becomes dS = P (dP - D).
@@ -208,24 +247,30 @@ struct Math {
         for (int i = 0; i < cute::size(words); ++i) words(i) = ptx::pack<Element>(from(2 * i), from(2 * i + 1));
     }
 
+    // Lets the other warpgroup write its next dS: this one has read the last.
+    __device__ static void allow_ds() {
+        cutlass::arch::NamedBarrier::arrive(Config::kMathThreads, uint32_t(WarpBarrier::ds_free) + 1 - warpgroup());
+    }
+
     // Writes this warpgroup's dS^T to shared memory and returns when the other has written its own.
-    __device__ void publish_ds(Weights const& ds, uint32_t stage) {
-        cute::Tensor target = cute::make_tensor(cute::make_smem_ptr(shared.ds[0]), typename Config::DsLayout{});
+    __device__ void publish_ds(Weights const& ds) {
+        cutlass::arch::NamedBarrier::sync(Config::kMathThreads, uint32_t(WarpBarrier::ds_free) + warpgroup());
+        cute::Tensor target = cute::make_tensor(cute::make_smem_ptr(shared.ds), typename Config::DsLayout{});
         cute::Tensor words = cute::recast<uint32_t const>(ds);
         int const row = warpgroup() * 64 + warp() * 16 + lane() % 16;
         int const column = lane() / 16 * 8;
 #pragma unroll
         for (int b = 0; b < kScoreBlocks; b += 2)
             cute::SM90_U32x4_STSM_N::copy(words(2 * b), words(2 * b + 1), words(2 * b + 2), words(2 * b + 3),
-                                          *reinterpret_cast<cute::uint128_t*>(&target(row, column + 8 * b, stage)));
+                                          *reinterpret_cast<cute::uint128_t*>(&target(row, column + 8 * b)));
         cutlass::arch::fence_view_async_shared();
         cutlass::arch::NamedBarrier::sync(Config::kMathThreads, uint32_t(WarpBarrier::math));
     }
 
     // Hands a dQ block to the writers, in fragment order.
-    __device__ void stage_dq(DqBlock const& dq, RingIndex step) {
-        uint32_t const buffer = step.slot();
-        shared.dq_empty[buffer].wait(step.parity() ^ 1);
+    __device__ void stage_dq(DqBlock const& dq, DqPlace place) {
+        uint32_t const buffer = place.slot;
+        shared.dq_empty[buffer].wait(place.parity ^ 1);
         auto* target = reinterpret_cast<float4*>(shared.dq[buffer]) + warpgroup() * 8 * 128 + ptx::thread_index() % 128;
 #pragma unroll
         for (int b = 0; b < 8; ++b)

@@ -45,8 +45,9 @@ __device__ __forceinline__ uint32_t fetch_add_acq_rel(uint32_t* word, uint32_t v
     return old;
 }
 
-// Orders the generic proxy (ordinary loads and stores) and the async proxy (bulk copies), all state spaces.
-__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+// Orders the generic proxy (ordinary accesses, the tickets) and the async proxy (bulk copies) in global
+// memory. The form for all state spaces costs a full memory barrier more.
+__device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 __device__ __forceinline__ void bulk_reduce_add(float* sum, float const* shared, uint32_t bytes) {
     uint32_t const source = cute::cast_smem_ptr_to_uint(shared);

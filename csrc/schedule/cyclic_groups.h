@@ -9,6 +9,9 @@ namespace dash::schedule {
 // a constant because the bits may not depend on the device.
 constexpr int kMaxCyclicGroup = 64;
 
+// About the number of SMs of a full chip. It shapes the order of issue, never the bits.
+constexpr int kChainsThatFillAChip = 128;
+
 // `members` KV tiles cut into groups of nearly equal size, each group rotating over the `span` query
 // tiles that start at `origin`. Groups follow each other in every query tile's order.
 //
@@ -70,19 +73,16 @@ struct CyclicGroups {
     }
 };
 
-// Heads are issued in blocks of two: while one head's last chains run out, the other's fill the SMs.
-constexpr int kHeadsPerBlock = 2;
-
+// Heads are issued in blocks, each of as many heads as it takes to fill a chip with a block's first chains.
 struct HeadBlock {
     int first_head;
     int heads;
     int first_claim;
     int claim;  // counted from first_claim
 
-    DASH_HD HeadBlock(int claim_, int heads_, int chains_per_head) {
-        int const block = claim_ / (kHeadsPerBlock * chains_per_head);
-        first_head = block * kHeadsPerBlock;
-        heads = min_of(kHeadsPerBlock, heads_ - first_head);
+    DASH_HD HeadBlock(int claim_, int heads_, int heads_per_block, int chains_per_head) {
+        first_head = claim_ / (heads_per_block * chains_per_head) * heads_per_block;
+        heads = min_of(heads_per_block, heads_ - first_head);
         first_claim = first_head * chains_per_head;
         claim = claim_ - first_claim;
     }
