@@ -31,15 +31,15 @@ struct BackwardParams {
     int32_t heads_q, heads_k;
     int32_t head_dim;
     float softmax_scale;
-    int32_t causal;   // 0 or 1, aligned to the lower right corner
+    int32_t causal;  // 0 or 1, aligned to the lower right corner
     Element element;
     ScheduleId schedule;
     int32_t ordered;  // 0: dQ is summed in the order of arrival, the control of experiments
 
     int32_t device;
-    int32_t sm_margin;        // SMs left to others
-    uint64_t wait_limit_ns;   // a CTA that waits longer for its turn traps
-    void* stream;             // cudaStream_t
+    int32_t sm_margin;       // SMs left to others
+    uint64_t wait_limit_ns;  // a CTA that waits longer for its turn traps
+    void* stream;            // cudaStream_t
 };
 
 }  // namespace dash

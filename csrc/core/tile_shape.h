@@ -11,6 +11,8 @@ struct TileShape {
     int kv_rows;
 };
 
-constexpr DASH_HD TileShape tile_shape(int head_dim) { return head_dim == 64 ? TileShape{128, 128} : TileShape{64, 128}; }
+constexpr DASH_HD TileShape tile_shape(int head_dim) {
+    return head_dim == 64 ? TileShape{128, 128} : TileShape{64, 128};
+}
 
 }  // namespace dash

@@ -2,8 +2,8 @@
 
 #include <cstdint>
 
-#include "backward.h"
 #include "../schedule/cyclic_groups.h"
+#include "backward.h"
 #include "tile_shape.h"
 
 namespace dash {
@@ -28,12 +28,12 @@ inline schedule::TileGrid tile_grid(BackwardParams const& p) {
 // One allocation, cut into four. The fp32 sums are tiles in the order of the accumulator fragments, not
 // rows: only kernels of the same build read them.
 struct WorkspaceLayout {
-    int64_t dq_sum = 0;       // float (batch * heads_q, q_tiles, q_rows * head_dim)
-    int64_t dkv_sum;          // float (batch * heads_k, kv_tiles, 2, kv_rows * head_dim), if parts > 1
-    int64_t dq_tickets;       // uint32 (batch * heads_q, q_tiles): reductions done
-    int64_t dkv_tickets;      // uint32 (batch * heads_k, kv_tiles): parts done
-    int64_t claims;           // uint32: chains claimed
-    int64_t counters;         // uint32 words from dq_tickets on, all cleared by prepare
+    int64_t dq_sum = 0;   // float (batch * heads_q, q_tiles, q_rows * head_dim)
+    int64_t dkv_sum;      // float (batch * heads_k, kv_tiles, 2, kv_rows * head_dim), if parts > 1
+    int64_t dq_tickets;   // uint32 (batch * heads_q, q_tiles): reductions done
+    int64_t dkv_tickets;  // uint32 (batch * heads_k, kv_tiles): parts done
+    int64_t claims;       // uint32: chains claimed
+    int64_t counters;     // uint32 words from dq_tickets on, all cleared by prepare
     int64_t bytes;
 };
 

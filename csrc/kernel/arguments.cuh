@@ -15,13 +15,13 @@ struct KernelArguments {
 
     schedule::TileGrid grid;
     int heads_q, heads_k;
-    int parts;           // CTAs that share the query heads of a KV head
+    int parts;  // CTAs that share the query heads of a KV head
     int heads_per_part;
-    int chain_heads;     // batch * heads_k * parts: what the schedule calls heads
+    int chain_heads;  // batch * heads_k * parts: what the schedule calls heads
     int chains;
     bool ordered;
     float scale;
-    float scale_log2;    // scale * log2(e)
+    float scale_log2;  // scale * log2(e)
     uint64_t wait_limit_ns;
     StuckReport* stuck;
 

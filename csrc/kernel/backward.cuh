@@ -51,8 +51,7 @@ cudaError_t launch_backward(KernelArguments const& args, int ctas, cudaStream_t 
     using Configuration = Config<Element, kHeadDim>;
     auto* const kernel = &backward_kernel<Configuration, Policy>;
     constexpr int kSharedBytes = sizeof(typename Configuration::Shared);
-    cudaError_t const status =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+    cudaError_t const status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
     if (status != cudaSuccess) return status;
     kernel<<<ctas, Configuration::kThreads, kSharedBytes, stream>>>(args, Policy(args.grid));
     return cudaGetLastError();

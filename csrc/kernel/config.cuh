@@ -48,17 +48,19 @@ struct Config {
     static constexpr int kQStages = 3;
     static constexpr int kDoutStages = 2;
     static constexpr int kDqStages = 2;
+    static constexpr int kWriterWarps = 3;
     static constexpr int kChainSlots = 2;
     using QPlace = RingPlace<kQStages>;
     using DoutPlace = RingPlace<kDoutStages>;
     using DqPlace = RingPlace<kDqStages>;
+    using WriterPlace = RingPlace<kWriterWarps>;
     using ChainPlace = RingPlace<kChainSlots>;
-    static constexpr int kStepSlots = 8;  // the loader is at most three stages and two staged tiles ahead of the writers
+    static constexpr int kStepSlots =
+        8;  // the loader is at most three stages and two staged tiles ahead of the writers
 
     static constexpr int kMathWarpgroups = 2;
     static constexpr int kMathThreads = kMathWarpgroups * 128;
     static constexpr int kMathWarps = kMathThreads / 32;
-    static constexpr int kWriterWarps = 3;
     static constexpr int kThreads = 128 + kMathThreads;
     // 128 service threads and 256 math threads share the 64512 registers that 384 threads start with.
     static constexpr int kServiceRegisters = kHeadDim == 128 ? 24 : 40;
@@ -84,20 +86,20 @@ struct Config {
         Panel{}, cute::Shape<cute::Int<kRows>, cute::Int<kColumns>, cute::Int<kStages>>{}));
     template <int kRows, int kColumns, class Layout>
     using Transposed = decltype(cute::composition(
-        Layout{}, cute::Layout<cute::Shape<cute::Int<kColumns>, cute::Int<kRows>>,
-                               cute::Stride<cute::Int<kRows>, cute::_1>>{}));
+        Layout{},
+        cute::Layout<cute::Shape<cute::Int<kColumns>, cute::Int<kRows>>, cute::Stride<cute::Int<kRows>, cute::_1>>{}));
     template <int kRows, int kColumns, int kStages, class Layout>
     using TransposedStages = decltype(cute::composition(
         Layout{}, cute::Layout<cute::Shape<cute::Int<kColumns>, cute::Int<kRows>, cute::Int<kStages>>,
                                cute::Stride<cute::Int<kRows>, cute::_1, cute::Int<kRows * kColumns>>>{}));
 
-    using KvLayout = Tile<kKvRows, kHeadDim>;                // K, V: (key, feature)
+    using KvLayout = Tile<kKvRows, kHeadDim>;  // K, V: (key, feature)
     using KvTransposed = Transposed<kKvRows, kHeadDim, KvLayout>;
-    using QLayout = Stages<kQRows, kHeadDim, kQStages>;      // (query, feature, stage)
+    using QLayout = Stages<kQRows, kHeadDim, kQStages>;  // (query, feature, stage)
     using QTransposed = TransposedStages<kQRows, kHeadDim, kQStages, QLayout>;
     using DoutLayout = Stages<kQRows, kHeadDim, kDoutStages>;
     using DoutTransposed = TransposedStages<kQRows, kHeadDim, kDoutStages, DoutLayout>;
-    using DsLayout = Tile<kKvRows, kQRows>;                  // dS^T: (key, query)
+    using DsLayout = Tile<kKvRows, kQRows>;  // dS^T: (key, query)
     using DsTransposed = Transposed<kKvRows, kQRows, DsLayout>;
 
     template <int kColumns>
@@ -143,7 +145,7 @@ struct Config {
 
         TransferBarrier k_full, v_full, q_full[kQStages], dout_full[kDoutStages], dq_total_full[kWriterWarps];
         Barrier kv_empty, q_empty[kQStages], dout_empty[kDoutStages];
-        Barrier dq_full[kDqStages], dq_empty[kDqStages];
+        Barrier dq_full[kWriterWarps], dq_empty[kDqStages];  // full: for the writer whose turn it is
         Barrier chain_full[kChainSlots], chain_empty[kChainSlots];
     };
     static_assert(sizeof(Shared) <= 232448, "shared memory of one CTA on sm_90");

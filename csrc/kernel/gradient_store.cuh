@@ -31,8 +31,7 @@ struct GradientStore {
     // Returns whether this part is the last and holds the total.
     template <class Gradient>
     __device__ bool add_parts(Gradient& dk, Gradient& dv) {
-        int64_t const tile =
-            (int64_t(work.batch) * args.heads_k + work.kv_head) * args.grid.kv_tiles() + work.kv_tile;
+        int64_t const tile = (int64_t(work.batch) * args.heads_k + work.kv_head) * args.grid.kv_tiles() + work.kv_tile;
         uint32_t* const ticket = args.dkv_tickets + tile;
         bool const speaker = threadIdx.x == 128;  // the first math thread
         bool const last = work.part + 1 == args.parts;
@@ -59,8 +58,8 @@ struct GradientStore {
                 gradient(4 * b + 2) += before.z, gradient(4 * b + 3) += before.w;
             }
             if (!last)
-                __stcg(sum + b * 128, make_float4(gradient(4 * b), gradient(4 * b + 1), gradient(4 * b + 2),
-                                                  gradient(4 * b + 3)));
+                __stcg(sum + b * 128,
+                       make_float4(gradient(4 * b), gradient(4 * b + 1), gradient(4 * b + 2), gradient(4 * b + 3)));
         }
     }
 

@@ -17,10 +17,14 @@ using Launcher = cudaError_t (*)(KernelArguments const&, int, cudaStream_t);
 template <class Element, int kHeadDim>
 Launcher launcher_for(ScheduleId schedule) {
     switch (schedule) {
-        case ScheduleId::naive: return launch_backward<Element, kHeadDim, schedule::Naive>;
-        case ScheduleId::descending: return launch_backward<Element, kHeadDim, schedule::Descending>;
-        case ScheduleId::shift: return launch_backward<Element, kHeadDim, schedule::Shift>;
-        case ScheduleId::symmetric_shift: return launch_backward<Element, kHeadDim, schedule::SymmetricShift>;
+        case ScheduleId::naive:
+            return launch_backward<Element, kHeadDim, schedule::Naive>;
+        case ScheduleId::descending:
+            return launch_backward<Element, kHeadDim, schedule::Descending>;
+        case ScheduleId::shift:
+            return launch_backward<Element, kHeadDim, schedule::Shift>;
+        case ScheduleId::symmetric_shift:
+            return launch_backward<Element, kHeadDim, schedule::SymmetricShift>;
     }
     throw std::invalid_argument("schedule: unknown number " + std::to_string(int(schedule)));
 }
@@ -38,10 +42,14 @@ auto with_types(BackwardParams const& p, F&& f) {
 
 int resident_ctas_needed(ScheduleId schedule, schedule::TileGrid const& grid) {
     switch (schedule) {
-        case ScheduleId::naive: return schedule::Naive(grid).resident_ctas_needed();
-        case ScheduleId::descending: return schedule::Descending(grid).resident_ctas_needed();
-        case ScheduleId::shift: return schedule::Shift(grid).resident_ctas_needed();
-        case ScheduleId::symmetric_shift: return schedule::SymmetricShift(grid).resident_ctas_needed();
+        case ScheduleId::naive:
+            return schedule::Naive(grid).resident_ctas_needed();
+        case ScheduleId::descending:
+            return schedule::Descending(grid).resident_ctas_needed();
+        case ScheduleId::shift:
+            return schedule::Shift(grid).resident_ctas_needed();
+        case ScheduleId::symmetric_shift:
+            return schedule::SymmetricShift(grid).resident_ctas_needed();
     }
     return 1;
 }
@@ -189,12 +197,10 @@ int run(BackwardParams const& p) {
     args.dk = p.dk;
     args.dv = p.dv;
 
-    Launcher const launch = with_types(p, [&](auto element, auto head_dim) {
-        return launcher_for<decltype(element), head_dim>(p.schedule);
-    });
+    Launcher const launch = with_types(
+        p, [&](auto element, auto head_dim) { return launcher_for<decltype(element), head_dim>(p.schedule); });
     int const ctas = schedule::min_of(resident_ctas(p.device, p.sm_margin), args.chains);
-    check(launch(args, ctas, static_cast<cudaStream_t>(p.stream)),
-          "launch of the backward kernel");
+    check(launch(args, ctas, static_cast<cudaStream_t>(p.stream)), "launch of the backward kernel");
     return 0;
 }
 

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cuda_runtime.h>
-
 #include <cutlass/numeric_types.h>
 
 #include "arguments.cuh"

@@ -112,11 +112,10 @@ struct Loader {
                      tile * kRows, head, batch);
     }
 
-    __device__ void load_box(CUtensorMap const& map, TransferBarrier& full, void* target, int column, int row,
-                             int head, int batch) {
+    __device__ void load_box(CUtensorMap const& map, TransferBarrier& full, void* target, int column, int row, int head,
+                             int batch) {
         constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
-        cute::SM90_TMA_LOAD_4D::copy(&map, reinterpret_cast<uint64_t*>(&full), kHint, target, column, row, head,
-                                     batch);
+        cute::SM90_TMA_LOAD_4D::copy(&map, reinterpret_cast<uint64_t*>(&full), kHint, target, column, row, head, batch);
     }
 
     __device__ void prefetch_descriptors() {

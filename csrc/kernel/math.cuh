@@ -22,7 +22,6 @@ struct Math {
     using Element = typename Config::Element;
     using QPlace = typename Config::QPlace;
     using DoutPlace = typename Config::DoutPlace;
-    using DqPlace = typename Config::DqPlace;
     static constexpr int kScoreBlocks = Config::kQRows / 8;
 
     using Scores = decltype(cute::partition_fragment_C(
@@ -36,11 +35,11 @@ struct Math {
 
     KernelArguments const& args;
     Shared& shared;
-    
+
     // Asked for anew at each use: a value derived from it is then not kept over the loop, where every
     // register counts.
     __device__ static int lane() { return ptx::thread_index() % 32; }
-    __device__ static int warp() { return ptx::thread_index() / 32 % 4; }  // within the warpgroup
+    __device__ static int warp() { return ptx::thread_index() / 32 % 4; }        // within the warpgroup
     __device__ static int warpgroup() { return ptx::thread_index() / 128 - 1; }  // 0 or 1
 
     __device__ Math(KernelArguments const& a, Shared& s) : args(a), shared(s) {}
@@ -85,8 +84,8 @@ struct Math {
             issue(mma_scores, key_operand(v), query_operand(dout)(_, _, _, DoutPlace(step).slot), dp, true);
         };
         auto const issue_dk = [&](uint32_t of_step) {
-            issue(mma_dk, slice(mma_dk).partition_fragment_A(ds),
-                  column_operand(qt)(_, _, _, QPlace(of_step).slot), dk);
+            issue(mma_dk, slice(mma_dk).partition_fragment_A(ds), column_operand(qt)(_, _, _, QPlace(of_step).slot),
+                  dk);
         };
         auto const issue_dq = [&] {
             issue(mma_dq, slice(mma_dq).partition_fragment_A(dst), slice(mma_dq).partition_fragment_B(kt), dq, true);
@@ -155,7 +154,7 @@ struct Math {
                     warpgroup_wait<1>();
                     warpgroup_fence_operand(dq);
                     allow_ds();
-                    stage_dq(dq, DqPlace(step - 1));
+                    stage_dq(dq, step - 1);
                     warpgroup_wait<0>();
                 }
             }
@@ -168,7 +167,7 @@ struct Math {
             release(shared.q_empty[QPlace(step - 1).slot]);
             release(shared.kv_empty);
             allow_ds();
-            stage_dq(dq, DqPlace(step - 1));
+            stage_dq(dq, step - 1);
 
             GradientStore<Config>(args, work, warpgroup()).store(dk, dv);
             release(shared.chain_empty[chain_count % Config::kChainSlots]);
@@ -268,15 +267,16 @@ struct Math {
     }
 
     // Hands a dQ block to the writers, in fragment order.
-    __device__ void stage_dq(DqBlock const& dq, DqPlace place) {
-        uint32_t const buffer = place.slot;
-        shared.dq_empty[buffer].wait(place.parity ^ 1);
-        auto* target = reinterpret_cast<float4*>(shared.dq[buffer]) + warpgroup() * 8 * 128 + ptx::thread_index() % 128;
+    __device__ void stage_dq(DqBlock const& dq, uint32_t step) {
+        typename Config::DqPlace const place(step);
+        shared.dq_empty[place.slot].wait(place.parity ^ 1);
+        auto* target =
+            reinterpret_cast<float4*>(shared.dq[place.slot]) + warpgroup() * 8 * 128 + ptx::thread_index() % 128;
 #pragma unroll
         for (int b = 0; b < 8; ++b)
             target[b * 128] = make_float4(dq(4 * b), dq(4 * b + 1), dq(4 * b + 2), dq(4 * b + 3));
         cutlass::arch::fence_view_async_shared();
-        release(shared.dq_full[buffer]);
+        release(shared.dq_full[step % Config::kWriterWarps]);
     }
 
     // Every math warp arrives once.

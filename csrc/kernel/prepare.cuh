@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cuda_runtime.h>
-
 #include <cutlass/numeric_types.h>
 
 #include <cmath>
@@ -41,7 +40,8 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(__grid_constan
     int const piece = threadIdx.x % kLanes;
     int const first_row = blockIdx.x * kPrepareRows + threadIdx.x / kLanes;
 
-    int64_t const thread = ((int64_t(batch) * gridDim.y + head) * gridDim.x + blockIdx.x) * kPrepareThreads + threadIdx.x;
+    int64_t const thread =
+        ((int64_t(batch) * gridDim.y + head) * gridDim.x + blockIdx.x) * kPrepareThreads + threadIdx.x;
     int64_t const threads = int64_t(gridDim.x) * gridDim.y * gridDim.z * kPrepareThreads;
     for (int64_t i = thread; i < args.counter_words; i += threads) args.counters[i] = 0;
     if (args.dq_sum)

@@ -43,13 +43,12 @@ inline CUtensorMap tensor_map(char const* name, MatrixView const& view, Extent c
     cuuint32_t const box[] = {cuuint32_t(box_columns), cuuint32_t(box_rows), 1, 1};
     cuuint32_t const steps[] = {1, 1, 1, 1};
     CUtensorMap map;
-    CUresult const status = encode_tensor_map()(&map, type, 4, view.data, sizes, strides, box, steps,
-                                                CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-                                                CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    CUresult const status =
+        encode_tensor_map()(&map, type, 4, view.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                            swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (status != CUDA_SUCCESS)
         throw std::invalid_argument(std::string(name) + ": the driver refuses its tensor map (error " +
-                                    std::to_string(status) +
-                                    "); pointer and strides must be multiples of 16 bytes");
+                                    std::to_string(status) + "); pointer and strides must be multiples of 16 bytes");
     return map;
 }
 

@@ -41,12 +41,12 @@ struct Writer {
     __device__ static int lane() { return ptx::thread_index() % 32; }
 
     __device__ void write_tile(Work const& work, uint32_t step) {
-        typename Config::DqPlace const place(step);
-        shared.dq_full[place.slot].wait(place.parity);
+        shared.dq_full[writer].wait(typename Config::WriterPlace(step).parity);
+        float* const staged = shared.dq[step % Config::kDqStages];
         StepSlot const& slot = shared.step[step % Config::kStepSlots];
         bool complete = false;
-        if (lane() == 0) complete = contribute(work, slot, shared.dq[place.slot]);
-        if (__shfl_sync(0xffffffffu, complete, 0)) finish(work.batch, slot, shared.dq[place.slot]);
+        if (lane() == 0) complete = contribute(work, slot, staged);
+        if (__shfl_sync(0xffffffffu, complete, 0)) finish(work.batch, slot, staged);
         __syncwarp();
         if (lane() == 0) shared.dq_empty[step % Config::kDqStages].arrive();
     }
@@ -91,8 +91,8 @@ struct Writer {
     // Scales, converts and writes the rows of a complete tile, 8 rows and 32 columns a warp at a time.
     __device__ void finish(int batch, StepSlot const& slot, float const* total) {
         constexpr int kTurnsAWarp = 2 * 2;  // upper and lower rows, 32 columns each
-                Element* const dq = static_cast<Element*>(args.dq.data) + batch * args.dq.batch_stride +
-                            slot.q_head * args.dq.head_stride;
+        Element* const dq =
+            static_cast<Element*>(args.dq.data) + batch * args.dq.batch_stride + slot.q_head * args.dq.head_stride;
 #pragma unroll 1
         for (int turn = 0; turn < Config::kMathWarps * kTurnsAWarp; ++turn) {
             int const warp = turn / kTurnsAWarp;  // the math warp whose fragments these are

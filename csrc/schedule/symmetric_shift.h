@@ -31,7 +31,9 @@ struct SymmetricShift {
     DASH_HD explicit SymmetricShift(TileGrid const& g)
         : grid(g),
           lower(g.causal ? ceil_div(g.kv_tiles(), 2) : g.kv_tiles()),
-          corner(!g.causal ? 0 : lower < g.kv_tiles() ? g.first_query(lower) : g.q_tiles()),
+          corner(!g.causal              ? 0
+                 : lower < g.kv_tiles() ? g.first_query(lower)
+                                        : g.q_tiles()),
           cycle(lower, corner, g.q_tiles() - corner) {}
 
     DASH_HD int visits(int kv_tile) const { return grid.q_tiles() - grid.first_query(kv_tile); }

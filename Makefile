@@ -1,0 +1,67 @@
+# make demo, make test: on a clean clone they first make a virtual environment with all that they need.
+#
+#   PYTHON=python3.12   the Python that makes it
+#   VENV=folder         where it is; with VENV= (empty) PYTHON's own packages are used, which then must
+#                       have torch, pytest, hypothesis, setuptools, pybind11, ninja and, for the kernels,
+#                       nvidia-cutlass, and nothing is installed
+#   ARGS="--steps 50"   arguments for demo, test, test-gpu and bench
+#
+# The build reads DASH_JOBS, DASH_SKIP_CUDA, CUTLASS_PATH and CUDA_HOME: see csrc/build_kernels.py.
+
+PYTHON ?= python3
+VENV ?= .venv
+
+CPP_FILES = $(shell find csrc -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
+BUILD_INPUTS = $(CPP_FILES) csrc/build_kernels.py setup.py pyproject.toml
+
+ifeq ($(strip $(VENV)),)
+BIN =
+RUN = $(PYTHON)
+READY = in-place
+else
+BIN = $(VENV)/bin/
+RUN = $(BIN)python
+READY = $(VENV)/ready
+endif
+
+.PHONY: demo test test-gpu bench kernels format lint in-place
+
+demo: $(READY)
+	$(RUN) -m dash_flash_attn demo $(ARGS)
+
+test: $(READY)
+	$(RUN) -m pytest $(ARGS)
+
+# Where no kernel can run this fails, unlike `make test`, which skips the GPU tests there.
+test-gpu: $(READY)
+	$(RUN) -c 'import sys; from dash_flash_attn import info; sys.exit(info.unusable())'
+	$(RUN) -m pytest -m gpu $(ARGS)
+
+bench: $(READY)
+	$(RUN) benchmarks/bench_backward.py $(ARGS)
+
+format: $(READY)
+	$(BIN)ruff check --fix
+	$(BIN)ruff format
+	$(BIN)clang-format -i $(CPP_FILES)
+
+lint: $(READY)
+	$(BIN)ruff check
+	$(BIN)ruff format --check
+	$(BIN)clang-format --dry-run -Werror $(CPP_FILES)
+
+ifeq ($(strip $(VENV)),)
+in-place:
+	$(PYTHON) setup.py -q build_ext --inplace
+
+kernels:
+	$(PYTHON) csrc/build_kernels.py
+else
+kernels: $(READY)
+
+$(READY): requirements-dev.txt $(BUILD_INPUTS)
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install -q -r requirements-dev.txt
+	$(RUN) -m pip install -e '.[test]'
+	touch $@
+endif

@@ -1,0 +1,157 @@
+"""What csrc/bindings offers: the schedules, the workspace's size, and the calls into the kernel library."""
+
+from typing import ClassVar, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+class TileGrid:
+    """Which KV tiles meet which query tiles in one head (csrc/schedule/tile_grid.h).
+
+    ValueError for a size that is not positive; IndexError for a tile that is not there.
+    """
+
+    def __init__(self, seqlen_q: int, seqlen_k: int, q_rows: int, kv_rows: int, causal: bool) -> None: ...
+    @property
+    def seqlen_q(self) -> int: ...
+    @property
+    def seqlen_k(self) -> int: ...
+    @property
+    def q_rows(self) -> int:
+        """Queries a tile."""
+    @property
+    def kv_rows(self) -> int:
+        """Keys a tile."""
+    @property
+    def causal(self) -> bool: ...
+    def q_tiles(self) -> int: ...
+    def kv_tiles(self) -> int: ...
+    def offset(self) -> int:
+        """Under a causal mask query r sees key c if c <= r + offset."""
+    def first_query(self, kv_tile: int) -> int:
+        """The first query tile that sees a key of this KV tile; it sees the tiles from there to the last."""
+    def contributors(self, q_tile: int) -> int:
+        """How many KV tiles add to this query tile's dQ: the first ones."""
+    def needs_mask(self, kv_tile: int, q_tile: int) -> bool:
+        """Whether some pair of rows of this pair of tiles must not meet."""
+
+class _Policy:
+    """A schedule for one head's tiles (csrc/schedule/policy.h). IndexError for tiles that do not meet."""
+
+    name: ClassVar[str]
+    def __init__(self, grid: TileGrid) -> None: ...
+    @property
+    def grid(self) -> TileGrid: ...
+    def visits(self, kv_tile: int) -> int:
+        """How many query tiles the chain of a KV tile visits."""
+    def visit(self, kv_tile: int, step: int) -> int:
+        """The query tile that it visits at a step."""
+    def rank(self, kv_tile: int, q_tile: int) -> int:
+        """The place of its contribution in the query tile's sum."""
+    def chain(self, claim: int, heads: int) -> tuple[int, int]:
+        """(head, KV tile): the order in which chains are issued."""
+    def cycle_end(self, claim: int, heads: int) -> int:
+        """The first claim after the chains that may wait for each other and for this one."""
+    def slot(self, kv_tile: int) -> int:
+        """The CTA, within a cycle, that the schedule has in mind for a KV tile."""
+    def resident_ctas_needed(self) -> int:
+        """The longest cycle: so many CTAs must run at the same time."""
+    def visit_table(self) -> NDArray[np.int32]:
+        """(KV tiles, query tiles): `visit` at [kv_tile, step], and -1 after a chain's end."""
+    def rank_table(self) -> NDArray[np.int32]:
+        """(KV tiles, query tiles): `rank` at [kv_tile, q_tile], and -1 where the two do not meet."""
+    def chain_table(self, heads: int) -> NDArray[np.int32]:
+        """(heads * KV tiles, 2): `chain` at [claim]."""
+    def completes(self, heads: int, ctas: int, claim_ahead: bool = True) -> bool:
+        """Whether `ctas` CTAs run all chains to the end, claiming as the kernel does. False: a deadlock.
+
+        With claim_ahead a CTA claims its next chain while one runs, where cycle_end allows it.
+        """
+
+class Naive(_Policy): ...
+class Descending(_Policy): ...
+class Shift(_Policy): ...
+class SymmetricShift(_Policy): ...
+
+Policy: TypeAlias = Naive | Descending | Shift | SymmetricShift
+
+def tile_shape(head_dim: int) -> tuple[int, int]:
+    """(queries, keys) a tile. ValueError unless positive."""
+
+def query_head_parts(heads_q: int, heads_k: int, kv_tiles: int) -> int:
+    """How many CTAs share the query heads of one KV head. ValueError unless heads_k divides heads_q."""
+
+def workspace_bytes(
+    batch: int, seqlen_q: int, seqlen_k: int, heads_q: int, heads_k: int, head_dim: int
+) -> int:
+    """The size of a backward's workspace: the fp32 sum of dQ, and counters (csrc/core/workspace.h).
+
+    ValueError unless head_dim is 64 or 128 and heads_k divides heads_q.
+    """
+
+def load_kernels(path: str) -> None:
+    """Opens libdash_kernels.so, for the whole process. RuntimeError where that fails."""
+
+def kernels_loaded() -> bool:
+    """Whether `load_kernels` has succeeded."""
+
+def resident_ctas(device: int, sm_margin: int = 0) -> int:
+    """How many CTAs a CUDA device runs at the same time, with `sm_margin` SMs left to others.
+
+    RuntimeError with the reason where the device cannot run the kernels.
+    """
+
+def stuck_report() -> str | None:
+    """Which wait ran into wait_limit_ns since the library was loaded, None if none did.
+
+    It can be asked after the CUDA error that such a wait causes. RuntimeError if no library is loaded, or
+    without a GPU.
+    """
+
+_Matrix: TypeAlias = tuple[int, int, int, int]
+
+def backward(
+    q: _Matrix,
+    k: _Matrix,
+    v: _Matrix,
+    out: _Matrix,
+    dout: _Matrix,
+    dq: _Matrix,
+    dk: _Matrix,
+    dv: _Matrix,
+    lse: int,
+    workspace: int,
+    shape: tuple[int, int, int, int, int, int],
+    softmax_scale: float,
+    causal: bool,
+    element: str,
+    schedule: str,
+    ordered: bool,
+    device: int,
+    sm_margin: int,
+    wait_limit_ns: int,
+    stream: int,
+    *,
+    prepare: bool = True,
+) -> None:
+    """Launches the backward (csrc/core/backward.h), which writes dq, dk and dv.
+
+    Args:
+        q, k, v, out, dout, dq, dk, dv: (address, batch stride, row stride, head stride) of matrices
+            (batch, row, head, head_dim); strides in elements, the last dimension contiguous.
+        lse: address of the natural log-sum-exp, float32 (batch, heads_q, seqlen_q), contiguous.
+        workspace: address of `workspace_bytes` bytes, aligned to 256.
+        shape: (batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim).
+        element: "bf16" or "fp16".
+        schedule: a name of `schedule.SCHEDULES`.
+        ordered: whether dQ is summed in the schedule's order; if not, in the order of arrival.
+        device, stream: the CUDA device's index and the address of one of its streams.
+        sm_margin: SMs left to others.
+        wait_limit_ns: a CTA that waits longer for its turn ends the kernel with an error.
+        prepare: False leaves out the first kernel, which computes the statistics that the second one uses
+            up: for timing, since the gradients are wrong then.
+
+    Raises:
+        ValueError: an unknown element or schedule.
+        RuntimeError: the kernel library is not loaded, or it refused the call, with its reason.
+    """

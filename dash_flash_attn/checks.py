@@ -1,0 +1,148 @@
+"""What the public functions refuse, and how they say it: every message starts with the argument's name."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .schedule import schedule_name
+
+CUDA_HEAD_DIMS = (64, 128)
+CUDA_DTYPES = (torch.bfloat16, torch.float16)
+CPU_DTYPES = (*CUDA_DTYPES, torch.float32, torch.float64)
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Refuses what the operators cannot compute, before anything is launched.
+
+    Raises:
+        TypeError: a dtype that the device does not have here, or dtypes that differ.
+        ValueError: shapes or devices that do not fit together.
+        NotImplementedError: a head dimension without a kernel, a device that is neither CPU nor CUDA.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise ValueError(f"{name}: expected (batch, seqlen, heads, head_dim), got {_shape(x)}")
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name}: expected q's dtype {q.dtype}, got {x.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"{name}: expected q's device {q.device}, got {x.device}")
+        if x.shape[0] != q.shape[0] or x.shape[3] != q.shape[3]:
+            raise ValueError(f"{name}: expected q's batch and head_dim, {_shape(q)}, got {_shape(x)}")
+    if v.shape != k.shape:
+        raise ValueError(f"v: expected k's shape {_shape(k)}, got {_shape(v)}")
+    heads_q, head_dim = q.shape[2:]
+    heads_k = k.shape[2]
+    if heads_k == 0 or heads_q % heads_k:
+        raise ValueError(f"k: its {heads_k} heads must divide q's {heads_q}")
+    if head_dim == 0:
+        raise ValueError("q: head_dim must not be 0")
+    if q.device.type == "cuda":
+        if q.dtype not in CUDA_DTYPES:
+            raise TypeError(f"q: on CUDA the dtype must be bfloat16 or float16, got {q.dtype}")
+        if head_dim not in CUDA_HEAD_DIMS:
+            raise NotImplementedError(f"q: on CUDA head_dim must be 64 or 128, got {head_dim}")
+    elif q.device.type not in ("cpu", "meta"):
+        raise NotImplementedError(f"q: expected a tensor on CUDA or CPU, got {q.device}")
+    elif q.dtype not in CPU_DTYPES:
+        raise TypeError(f"q: the dtype must be a 16, 32 or 64 bit floating point type, got {q.dtype}")
+
+
+def check_gradient_tensors(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Refuses inputs of the backward that are not those of one forward: ValueError, TypeError.
+
+    Kernels would read beyond them.
+    """
+    for name, x in (("dout", dout), ("out", out)):
+        if x.shape != q.shape:
+            raise ValueError(f"{name}: expected q's shape {_shape(q)}, got {_shape(x)}")
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name}: expected q's dtype {q.dtype}, got {x.dtype}")
+    if lse.shape != (q.shape[0], q.shape[2], q.shape[1]):
+        raise ValueError(f"lse: expected (batch, heads, seqlen) of q {_shape(q)}, got {_shape(lse)}")
+    if lse.dtype != lse_dtype(q):
+        raise TypeError(f"lse: expected {lse_dtype(q)}, got {lse.dtype}")
+    check_tensors(q, k, v)
+
+
+def lse_dtype(q: Tensor) -> torch.dtype:
+    """The dtype of a log-sum-exp: that of the accumulators."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def check_scale(softmax_scale: float | None, head_dim: int) -> float:
+    """The factor on the scores: 1 / sqrt(head_dim) for None. ValueError unless positive and finite."""
+    if softmax_scale is None:
+        return max(head_dim, 1) ** -0.5
+    # Zero is refused as well: it is what a caller of flash_attn 2 passes as dropout_p in this position.
+    if not 0.0 < softmax_scale < math.inf:
+        raise ValueError(f"softmax_scale: must be positive and finite, got {softmax_scale}")
+    return float(softmax_scale)
+
+
+def check_schedule(schedule: str | None, deterministic_schedule: str | None) -> str:
+    """The schedule's name as the operators take it, "auto" for None.
+
+    Raises:
+        TypeError: a name that is not a string.
+        ValueError: an unknown name, or two names that differ.
+    """
+    names = {_name(argument) for argument in (schedule, deterministic_schedule) if argument is not None}
+    if len(names) > 1:
+        raise ValueError(
+            "deterministic_schedule: another name for the argument schedule, but they differ: "
+            f"{deterministic_schedule!r} and {schedule!r}"
+        )
+    return names.pop() if names else "auto"
+
+
+def _name(schedule: str) -> str:
+    if not isinstance(schedule, str):
+        raise TypeError(f"schedule: expected a name, got {schedule!r}")
+    return "auto" if schedule == "auto" else schedule_name(schedule)
+
+
+def check_features(
+    *,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Sequence[int | None] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    dropout_p: float = 0.0,
+    sm_margin: int = 0,
+) -> None:
+    """Refuses FlashAttention's options that this package does not have, and senseless values.
+
+    Raises:
+        NotImplementedError: an option that would change the result or is not offered.
+        ValueError: a negative sm_margin.
+    """
+    if qv is not None:
+        raise NotImplementedError("qv: not supported, pass None")
+    for name, value in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
+        if value is not None:
+            raise NotImplementedError(f"{name}: there are no 8-bit kernels, pass None")
+    if any(side not in (-1, None) for side in window_size):
+        raise NotImplementedError(f"window_size: only (-1, -1), no window, got {tuple(window_size)}")
+    if attention_chunk != 0:
+        raise NotImplementedError(f"attention_chunk: only 0, no chunks, got {attention_chunk}")
+    if softcap != 0.0:
+        raise NotImplementedError(f"softcap: only 0.0, no cap, got {softcap}")
+    if num_splits not in (0, 1):
+        raise NotImplementedError(f"num_splits: the keys of a row are never split, pass 1, got {num_splits}")
+    if pack_gqa:
+        raise NotImplementedError("pack_gqa: query heads are never packed, pass None")
+    if dropout_p != 0.0:
+        raise NotImplementedError(f"dropout_p: only 0.0, no dropout, got {dropout_p}")
+    if sm_margin < 0:
+        raise ValueError(f"sm_margin: the number of SMs to leave free, 0 or more, got {sm_margin}")
+
+
+def _shape(x: Tensor) -> tuple[int, ...]:
+    return tuple(x.shape)

@@ -1,0 +1,24 @@
+"""Tensors as the kernels address them."""
+
+import torch
+from torch import Tensor
+
+
+def addressable(x: Tensor) -> Tensor:
+    """x, (batch, seqlen, heads, head_dim) of 16-bit numbers, copied where kernels cannot read it in place.
+
+    They move 16 bytes at a time: the last dimension must be contiguous, the address and the other strides
+    multiples of 16 bytes. A stride of 0 is no stride to bulk tensor copies.
+    """
+    batch_stride, row_stride, head_stride, element_stride = x.stride()
+    in_units = not ((batch_stride | row_stride | head_stride) & 7 or x.data_ptr() & 15)
+    if element_stride == 1 and in_units and batch_stride and row_stride and head_stride:
+        return x
+    # contiguous() would hand x back where the odd stride is the one of a dimension of size 1.
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def matrix(x: Tensor) -> tuple[int, int, int, int]:
+    """The address and the strides of an `addressable` tensor, for the native functions."""
+    batch_stride, row_stride, head_stride, _ = x.stride()
+    return x.data_ptr(), batch_stride, row_stride, head_stride

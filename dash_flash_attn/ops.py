@@ -1,0 +1,191 @@
+"""The two operators that torch sees, `dash_flash_attn::forward` and `dash_flash_attn::backward`.
+
+Both have a CPU implementation (reference.py), one for CUDA, a fake for tracing and an autograd formula.
+Calling them directly is the same as calling the public functions, less the checks of options.
+"""
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from . import _native, kernels, reference
+from .checks import check_gradient_tensors, check_tensors, lse_dtype
+from .forward import attention_forward
+from .layout import addressable, matrix
+
+# A CTA that waits this long for its turn ends the kernel with an error instead of hanging the job.
+WAIT_LIMIT_NS = 10_000_000_000
+
+_ELEMENT = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+_library = torch.library.Library("dash_flash_attn", "DEF")
+# The last three arguments of forward matter to its gradient only.
+_library.define(
+    "forward(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal, str schedule='auto', "
+    "bool deterministic=True, int sm_margin=0) -> (Tensor out, Tensor lse)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_library.define(
+    "backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, float softmax_scale, "
+    "bool causal, str schedule, bool deterministic, int sm_margin) -> (Tensor dq, Tensor dk, Tensor dv)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+
+
+def auto_schedule(seqlen_q: int, seqlen_k: int, head_dim: int, causal: bool) -> str:
+    """The schedule behind "auto". A function of the shape alone, since the bits depend on it."""
+    return "symmetric_shift" if causal else "shift"
+
+
+def _empty_forward(q: Tensor) -> tuple[Tensor, Tensor]:
+    """No query, or no key to see."""
+    batch, seqlen_q, heads_q, _ = q.shape
+    lse = q.new_full((batch, heads_q, seqlen_q), -torch.inf, dtype=lse_dtype(q))
+    return q.new_zeros(q.shape), lse
+
+
+def _zero_gradients(*inputs: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.new_zeros(x.shape) for x in inputs)
+
+
+def _forward_cpu(q, k, v, softmax_scale, causal, schedule="auto", deterministic=True, sm_margin=0):
+    check_tensors(q, k, v)
+    if q.numel() == 0 or k.numel() == 0:
+        return _empty_forward(q)
+    return reference.forward(q, k, v, softmax_scale, causal)
+
+
+def _forward_cuda(q, k, v, softmax_scale, causal, schedule="auto", deterministic=True, sm_margin=0):
+    check_tensors(q, k, v)
+    if q.numel() == 0 or k.numel() == 0:
+        return _empty_forward(q)
+    with torch.cuda.device(q.device):
+        return attention_forward(q, k, v, softmax_scale, causal)
+
+
+def _forward_fake(q, k, v, softmax_scale, causal, schedule="auto", deterministic=True, sm_margin=0):
+    check_tensors(q, k, v)
+    batch, seqlen_q, heads_q, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty((batch, heads_q, seqlen_q), dtype=lse_dtype(q))
+
+
+def _backward_cpu(dout, q, k, v, out, lse, softmax_scale, causal, schedule, deterministic, sm_margin):
+    check_gradient_tensors(dout, q, k, v, out, lse)
+    if q.numel() == 0 or k.numel() == 0:
+        return _zero_gradients(q, k, v)
+    if schedule == "auto":
+        schedule = auto_schedule(q.shape[1], k.shape[1], q.shape[3], causal)
+    return reference.backward(dout, q, k, v, out, lse, softmax_scale, causal, schedule)
+
+
+def _backward_cuda(dout, q, k, v, out, lse, softmax_scale, causal, schedule, deterministic, sm_margin):
+    check_gradient_tensors(dout, q, k, v, out, lse)
+    batch, seqlen_q, heads_q, head_dim = q.shape
+    seqlen_k, heads_k = k.shape[1:3]
+    if q.numel() == 0 or k.numel() == 0:
+        return _zero_gradients(q, k, v)
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    device = q.device
+    index = device.index
+    if reason := kernels.unusable(index):
+        _warn_once(reason)
+        return _backward_flash2(dout, q, k, v, out, lse, softmax_scale, causal, deterministic)
+    if schedule == "auto":
+        schedule = auto_schedule(seqlen_q, seqlen_k, head_dim, causal)
+    q, k, v, out, dout = map(addressable, (q, k, v, out, dout))
+    lse = lse.contiguous()
+    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    workspace_bytes = _native.workspace_bytes(batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim)
+    workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
+    with torch.cuda.device(index):
+        _native.backward(
+            *map(matrix, (q, k, v, out, dout, dq, dk, dv)),
+            lse.data_ptr(),
+            workspace.data_ptr(),
+            (batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim),
+            softmax_scale,
+            causal,
+            _ELEMENT[q.dtype],
+            schedule,
+            deterministic,
+            index,
+            sm_margin,
+            WAIT_LIMIT_NS,
+            torch.cuda.current_stream(device).cuda_stream,
+        )
+    return dq, dk, dv
+
+
+def _backward_fake(dout, q, k, v, out, lse, softmax_scale, causal, schedule, deterministic, sm_margin):
+    check_gradient_tensors(dout, q, k, v, out, lse)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _backward_flash2(dout, q, k, v, out, lse, softmax_scale, causal, deterministic):
+    """torch's own FlashAttention-2 backward, for GPUs without our kernels."""
+    q, k, v, out, dout = map(addressable, (q, k, v, out, dout))
+    # It expects +inf where a query sees no key.
+    lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+    unused = torch.empty(0, dtype=torch.int64, device=q.device)  # the random state of a dropout
+    with torch.cuda.device(q.device), _deterministic_algorithms(deterministic):
+        gradients = torch.ops.aten._flash_attention_backward(
+            dout, q, k, v, out, lse, None, None, q.shape[1], k.shape[1], 0.0, causal, unused, unused,
+            scale=softmax_scale,
+        )  # fmt: skip
+        return tuple(x.contiguous() for x in gradients)
+
+
+@contextlib.contextmanager
+def _deterministic_algorithms(enabled: bool) -> Iterator[None]:
+    """torch.use_deterministic_algorithms(enabled) for a block, and what was set before after it."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    warnings.warn(
+        f"dash_flash_attn: {reason}; using torch's FlashAttention-2 backward, where schedule and sm_margin "
+        "have no meaning",
+        stacklevel=2,
+    )
+
+
+def _save_for_backward(ctx, inputs, output) -> None:
+    q, k, v, *ctx.options = inputs
+    out, lse = output
+    ctx.save_for_backward(q, k, v, out, lse)
+    ctx.mark_non_differentiable(lse)
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx, dout, _dlse):
+    none = (None,) * len(ctx.options)
+    if dout is None:
+        return None, None, None, *none
+    return *torch.ops.dash_flash_attn.backward(dout, *ctx.saved_tensors, *ctx.options), *none
+
+
+def _no_second_gradient(ctx, *_):
+    raise NotImplementedError("dash_flash_attn: the backward pass has no derivative")
+
+
+_library.impl("forward", _forward_cpu, "CPU")
+_library.impl("forward", _forward_cuda, "CUDA")
+_library.impl("backward", _backward_cpu, "CPU")
+_library.impl("backward", _backward_cuda, "CUDA")
+torch.library.register_fake("dash_flash_attn::forward", _forward_fake, lib=_library)
+torch.library.register_fake("dash_flash_attn::backward", _backward_fake, lib=_library)
+torch.library.register_autograd(
+    "dash_flash_attn::forward", _gradients, setup_context=_save_for_backward, lib=_library
+)
+torch.library.register_autograd("dash_flash_attn::backward", _no_second_gradient, lib=_library)

@@ -1,0 +1,174 @@
+"""Attention tile by tile, in plain torch: what runs on the CPU, and the specification of the kernel.
+
+The backward adds in the kernel's orders: the contributions to a query tile's dQ in the order of the ranks
+that a schedule gives, those to a KV tile's dK and dV in the order of its visits. For 16-bit tensors the
+operands of every product are 16 bits wide and the sums float32, as on the tensor cores; float32 is computed
+in float32 and float64 in float64.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from . import _native
+from .checks import lse_dtype
+from .schedule import make_policy
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """Softmax attention, one query tile after the other with a running maximum and sum.
+
+    Args:
+        q: (batch, seqlen_q, heads_q, head_dim), float16, bfloat16, float32 or float64.
+        k, v: (batch, seqlen_k, heads_k, head_dim); heads_k divides heads_q.
+        softmax_scale: factor on the scores.
+        causal: query r sees key c if c <= r + seqlen_k - seqlen_q.
+
+    Returns:
+        out like q, and the natural log-sum-exp of the scores, (batch, heads_q, seqlen_q) in float32 (float64
+        for float64). A query that sees no key has out = 0 and lse = -inf.
+    """
+    batch, seqlen_q, heads_q, _ = q.shape
+    grid = _grid(q, k, causal)
+    heads_k = k.shape[2]
+    wide = lse_dtype(q)
+    qh = _by_head(q, heads_k, wide)
+    kh, vh = _by_head(k, heads_k, wide), _by_head(v, heads_k, wide)
+    out = torch.empty_like(qh)
+    lse = qh.new_empty(qh.shape[:-1])
+    for q_tile in range(grid.q_tiles()):
+        rows = slice(q_tile * grid.q_rows, (q_tile + 1) * grid.q_rows)
+        total = torch.zeros_like(qh[..., rows, :])
+        row_max = total.new_full((*total.shape[:-1], 1), -math.inf)
+        row_sum = torch.zeros_like(row_max)
+        shift = row_sum
+        for kv_tile in range(grid.contributors(q_tile)):
+            keys = slice(kv_tile * grid.kv_rows, (kv_tile + 1) * grid.kv_rows)
+            scores = _scores(grid, qh[..., rows, :], kh[..., keys, :], q_tile, kv_tile, softmax_scale)
+            new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
+            # Without a visible key so far the maximum is -inf, and -inf - (-inf) is no number.
+            shift = new_max.masked_fill(new_max == -math.inf, 0.0)
+            p = torch.exp(scores - shift)
+            decay = torch.exp(row_max - shift)
+            row_sum = row_sum * decay + p.sum(-1, keepdim=True)
+            total = total * decay + _rounded(p, q.dtype) @ vh[..., keys, :]
+            row_max = new_max
+        out[..., rows, :] = total / row_sum.masked_fill(row_sum == 0, 1.0)
+        lse[..., rows] = (shift + row_sum.log()).squeeze(-1)
+    return _by_row(out, q), lse.reshape(batch, heads_q, seqlen_q)
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    softmax_scale: float,
+    causal: bool,
+    schedule: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of `forward`, every sum in the order that `schedule` fixes.
+
+    Args:
+        dout, out: like q.
+        q, k, v, softmax_scale, causal: as in `forward`.
+        lse: what `forward` returned.
+        schedule: "naive", "descending", "shift" or "symmetric_shift".
+
+    Returns:
+        dq, dk and dv, like q, k and v. Rows that no mask lets through get zeros.
+    """
+    heads_q, heads_k = q.shape[2], k.shape[2]
+    grid = _grid(q, k, causal)
+    policy = make_policy(schedule, grid)
+    wide = lse_dtype(q)
+    # A chain walks its KV tile over the query heads of its part of the group, one head after the other.
+    parts = _native.query_head_parts(heads_q, heads_k, grid.kv_tiles())
+    qh, doh, oh = (_by_head(x, heads_k * parts, wide) for x in (q, dout, out))
+    kh, vh = (_by_head(x, heads_k, wide).repeat_interleave(parts, dim=1).squeeze(2) for x in (k, v))
+    lse_h = lse.reshape(qh.shape[:-1]).to(wide).unsqueeze(-1)
+    lse_h = lse_h.masked_fill(lse_h == -math.inf, math.inf)  # no visible key: every probability is 0
+    delta = (doh * oh).sum(-1, keepdim=True)
+    dqh, dk_parts, dv_parts = torch.zeros_like(qh), torch.zeros_like(kh), torch.zeros_like(vh)
+    for head in range(qh.shape[2]):
+        for kv_tile, q_tile in pairs_in_order(policy, grid):
+            rows = slice(q_tile * grid.q_rows, (q_tile + 1) * grid.q_rows)
+            keys = slice(kv_tile * grid.kv_rows, (kv_tile + 1) * grid.kv_rows)
+            q_t, do_t, k_t, v_t = qh[:, :, head, rows], doh[:, :, head, rows], kh[:, :, keys], vh[:, :, keys]
+            p = torch.exp(_scores(grid, q_t, k_t, q_tile, kv_tile, softmax_scale) - lse_h[:, :, head, rows])
+            dp = do_t @ v_t.mT
+            ds = _rounded(p * (dp - delta[:, :, head, rows]), q.dtype)
+            dv_parts[:, :, keys] += _rounded(p, q.dtype).mT @ do_t
+            dk_parts[:, :, keys] += ds.mT @ q_t
+            dqh[:, :, head, rows] += ds @ k_t
+    dk, dv = (_sum_of_parts(x, parts) for x in (dk_parts, dv_parts))
+    return _by_row(dqh * softmax_scale, q), _by_row(dk * softmax_scale, k), _by_row(dv, v)
+
+
+def pairs_in_order(policy, grid) -> Iterator[tuple[int, int]]:
+    """(KV tile, query tile) pairs of one head, as the kernel's tickets let them happen.
+
+    A chain advances while the ticket of the query tile that it visits equals its rank there. Chains could be
+    served in any sequence: every single sum meets its summands in the same order. RuntimeError if no chain
+    can advance, which a valid schedule never lets happen.
+    """
+    tickets = [0] * grid.q_tiles()
+    chains = {kv: [policy.visit(kv, s) for s in range(policy.visits(kv))] for kv in range(grid.kv_tiles())}
+    steps = dict.fromkeys(chains, 0)
+    left = sum(map(len, chains.values()))
+    while left:
+        before = left
+        for kv_tile, visits in chains.items():
+            for q_tile in visits[steps[kv_tile] :]:
+                if tickets[q_tile] != policy.rank(kv_tile, q_tile):
+                    break
+                yield kv_tile, q_tile
+                tickets[q_tile] += 1
+                steps[kv_tile] += 1
+                left -= 1
+        if left == before:
+            raise RuntimeError(f"the schedule {policy} stalls with {left} tile pairs left")
+
+
+def _grid(q: Tensor, k: Tensor, causal: bool):
+    return _native.TileGrid(q.shape[1], k.shape[1], *_native.tile_shape(q.shape[3]), causal)
+
+
+def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x as an operand of a product of `dtype` tensors, in the accumulators' width."""
+    return x.to(dtype).to(x.dtype)
+
+
+def _by_head(x: Tensor, blocks: int, dtype: torch.dtype) -> Tensor:
+    """(batch, rows, heads, dim) -> (batch, blocks, heads / blocks, rows, dim).
+
+    Contiguous, since a product's bits may depend on the strides.
+    """
+    return x.transpose(1, 2).unflatten(1, (blocks, -1)).to(dtype).contiguous()
+
+
+def _by_row(x: Tensor, like: Tensor) -> Tensor:
+    """The inverse of `_by_head`: contiguous, in the shape and dtype of `like`."""
+    batch, rows, heads, dim = like.shape
+    return x.reshape(batch, heads, rows, dim).transpose(1, 2).to(like.dtype).contiguous()
+
+
+def _scores(grid, q: Tensor, k: Tensor, q_tile: int, kv_tile: int, softmax_scale: float) -> Tensor:
+    scores = (q @ k.mT) * softmax_scale
+    if grid.causal and grid.needs_mask(kv_tile, q_tile):
+        row = torch.arange(q.shape[-2], device=q.device).unsqueeze(1) + q_tile * grid.q_rows
+        key = torch.arange(k.shape[-2], device=q.device) + kv_tile * grid.kv_rows
+        scores.masked_fill_(key > row + grid.offset(), -math.inf)
+    return scores
+
+
+def _sum_of_parts(x: Tensor, parts: int) -> Tensor:
+    """(batch, heads * parts, rows, dim) -> (batch, heads, rows, dim), part after part."""
+    first, *rest = x.unflatten(1, (-1, parts)).unbind(2)
+    for part in rest:
+        first = first + part
+    return first

@@ -1,0 +1,77 @@
+"""What goes wrong on purpose, or would only be seen by a checker: each in a process of its own."""
+
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+SETUP = f"""
+import sys
+sys.path[:0] = [{str(TESTS)!r}, {str(TESTS.parent.parent)!r}]
+import torch
+from cases import SCHEDULES, Case, backward, forward
+from dash_flash_attn import _native, kernels, ops
+from dash_flash_attn.layout import matrix
+
+def prepared(head_dim):
+    case = Case(300, 300, 4, 2, head_dim, torch.bfloat16, True, batch=1)
+    q, k, v, dout = case.inputs()
+    return case, (dout, q, k, v, *forward(case, q, k, v))
+"""
+
+
+def run_python(body: str, *before: str, seconds: int) -> subprocess.CompletedProcess:
+    """Runs SETUP and `body` in another Python, under the command `before`."""
+    command = [*before, sys.executable, "-c", SETUP + textwrap.dedent(body)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+
+
+def test_a_turn_that_never_comes_ends_in_an_error() -> None:
+    """The counters hold garbage and nobody clears them: the kernel must say where it waits, and end."""
+    body = """
+    case, (dout, q, k, v, out, lse) = prepared(128)
+    kernels.not_loaded()
+    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+    shape = (1, 300, 300, 4, 2, 128)
+    workspace = torch.full((_native.workspace_bytes(*shape),), 255, dtype=torch.uint8, device="cuda")
+    workspace[-4:] = 0  # the last word counts claims: with garbage there no CTA would find work
+    _native.backward(
+        *map(matrix, (q, k, v, out, dout, dq, dk, dv)), lse.data_ptr(), workspace.data_ptr(), shape,
+        case.scale, True, "bf16", "shift", True, 0, 0, 200_000_000,
+        torch.cuda.current_stream().cuda_stream, prepare=False,
+    )
+    torch.cuda.synchronize()
+    """
+    result = run_python(body, seconds=120)
+    assert result.returncode != 0
+    assert "CUDA error" in result.stderr
+    assert re.search(r"KV tile \d waits .* query tile \d of head \d", result.stderr), result.stderr[-2000:]
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_compute_sanitizer(tool: str) -> None:
+    sanitizer = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
+    if sanitizer is None:
+        pytest.skip("compute-sanitizer is not installed")
+    body = """
+    ops.WAIT_LIMIT_NS *= 10  # a checked kernel is slow
+    for head_dim in (64, 128):
+        case, tensors = prepared(head_dim)
+        for schedule in SCHEDULES:
+            backward(case, tensors, schedule)
+    torch.cuda.synchronize()
+    print("all kernels ran")
+    """
+    # Only our kernels: torch's are not the subject, and checking them takes minutes.
+    command = (sanitizer, "--tool", tool, "--error-exitcode", "9", "--kernel-regex", "kns=dash")
+    result = run_python(body, *command, seconds=240)
+    if "Device not supported" in result.stdout:
+        pytest.skip("compute-sanitizer does not support this device")
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+    assert "all kernels ran" in result.stdout
+    assert "ERROR SUMMARY: 0 errors" in result.stdout or "RACECHECK SUMMARY: 0 hazards" in result.stdout

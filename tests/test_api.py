@@ -1,0 +1,221 @@
+"""The public functions: their signature, what they refuse, and how tensors may be packed."""
+
+import inspect
+import math
+
+import pytest
+import torch
+from oracle import same_bits
+
+from dash_flash_attn import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
+from dash_flash_attn.ops import auto_schedule
+from dash_flash_attn.schedule import SCHEDULES
+
+
+def qkv(seqlen=40, heads_q=4, heads_k=2, head_dim=32, **options):
+    """q, k and v."""
+    torch.manual_seed(0)
+    return tuple(torch.randn(2, seqlen, h, head_dim, **options) for h in (heads_q, heads_k, heads_k))
+
+
+def test_arguments_are_those_of_flash_attention_3() -> None:
+    names = [
+        *("q", "k", "v", "softmax_scale", "causal", "qv", "q_descale", "k_descale", "v_descale"),
+        *("window_size", "attention_chunk", "softcap", "num_splits", "pack_gqa", "deterministic"),
+        *("sm_margin", "return_attn_probs"),
+    ]
+    parameters = list(inspect.signature(flash_attn_func).parameters.values())
+    assert [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD] == names
+    assert {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} == {
+        "schedule",
+        "deterministic_schedule",
+        "dropout_p",
+    }
+    names = [
+        *("qkv", "softmax_scale", "causal", "q_descale", "k_descale", "v_descale", "window_size"),
+        *("attention_chunk", "softcap", "deterministic", "num_heads_q", "sm_margin", "return_attn_probs"),
+    ]
+    parameters = inspect.signature(flash_attn_qkvpacked_func).parameters.values()
+    assert [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD] == names
+
+
+@pytest.mark.parametrize(
+    ("error", "option"),
+    [
+        (NotImplementedError, {"qv": torch.zeros(1)}),
+        (NotImplementedError, {"q_descale": torch.ones(1)}),
+        (NotImplementedError, {"k_descale": torch.ones(1)}),
+        (NotImplementedError, {"v_descale": torch.ones(1)}),
+        (NotImplementedError, {"window_size": (128, 0)}),
+        (NotImplementedError, {"attention_chunk": 64}),
+        (NotImplementedError, {"softcap": 30.0}),
+        (NotImplementedError, {"num_splits": 2}),
+        (NotImplementedError, {"pack_gqa": True}),
+        (NotImplementedError, {"dropout_p": 0.1}),
+        (ValueError, {"sm_margin": -1}),
+        (ValueError, {"softmax_scale": 0.0}),
+        (ValueError, {"softmax_scale": -1.0}),
+        (ValueError, {"softmax_scale": math.nan}),
+        (ValueError, {"softmax_scale": math.inf}),
+        (ValueError, {"schedule": "fastest"}),
+        (ValueError, {"deterministic_schedule": "fastest", "schedule": None}),
+        (TypeError, {"schedule": 2}),
+    ],
+    ids=str,
+)
+def test_refused_options_are_named(error: type[Exception], option: dict) -> None:
+    name = next(iter(option)).removeprefix("deterministic_")
+    q, k, v = qkv()
+    with pytest.raises(error, match=name):
+        flash_attn_func(q, k, v, **option)
+    with pytest.raises(error, match=name):
+        flash_attn_kvpacked_func(q, torch.stack((k, v), dim=2), **option)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"qv": None, "window_size": (-1, -1), "attention_chunk": 0, "softcap": 0.0, "num_splits": 1},
+        {"window_size": (None, None), "pack_gqa": False, "dropout_p": 0.0, "num_splits": 0},
+        {"sm_margin": 8},
+    ],
+    ids=str,
+)
+def test_accepted_options_change_nothing(option: dict) -> None:
+    tensors = qkv()
+    assert same_bits(flash_attn_func(*tensors, **option), flash_attn_func(*tensors))
+
+
+def test_a_call_in_flash_attention_2_style_is_refused() -> None:
+    with pytest.raises(ValueError, match="softmax_scale"):
+        flash_attn_func(*qkv(), 0.0)  # dropout_p came fourth there
+
+
+@pytest.mark.parametrize(
+    ("error", "name", "change"),
+    [
+        (ValueError, "q", lambda q, k, v: (q[0], k, v)),
+        (ValueError, "k", lambda q, k, v: (q, k[:1], v)),
+        (ValueError, "v", lambda q, k, v: (q, k, v[:, :-1])),
+        (ValueError, "v", lambda q, k, v: (q, k, v[:, :, :1])),
+        (ValueError, "k", lambda q, k, v: (q, k[..., :16], v[..., :16])),
+        (ValueError, "k", lambda q, k, v: (q[:, :, :3], k, v)),
+        (ValueError, "k", lambda q, k, v: (q, k[:, :, :0], v[:, :, :0])),
+        (ValueError, "q", lambda q, k, v: (q[..., :0], k[..., :0], v[..., :0])),
+        (ValueError, "k", lambda q, k, v: (q, k.to("meta"), v)),
+        (TypeError, "k", lambda q, k, v: (q, k.half(), v)),
+        (TypeError, "v", lambda q, k, v: (q, k, v.double())),
+        (TypeError, "q", lambda q, k, v: (q.int(), k.int(), v.int())),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(error: type[Exception], name: str, change) -> None:
+    with pytest.raises(error, match=f"^{name}: "):
+        flash_attn_func(*change(*qkv()))
+
+
+def test_schedule_names() -> None:
+    tensors = qkv()
+    grads = {}
+    for name in (*SCHEDULES, "symmetric-shift", "auto", None):
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        flash_attn_func(*leaves, causal=True, schedule=name, deterministic=True).sum().backward()
+        other = [x.clone().requires_grad_() for x in tensors]
+        flash_attn_func(*other, causal=True, deterministic_schedule=name, deterministic=True).sum().backward()
+        grads[name] = leaves[0].grad
+        assert all(same_bits(x.grad, y.grad) for x, y in zip(leaves, other, strict=True))
+    assert same_bits(grads["symmetric-shift"], grads["symmetric_shift"])
+    assert same_bits(grads["auto"], grads[None])
+
+
+def test_both_names_of_the_schedule() -> None:
+    tensors = qkv()
+    flash_attn_func(*tensors, schedule="symmetric-shift", deterministic_schedule="symmetric_shift")
+    with pytest.raises(ValueError, match="deterministic_schedule.*'shift' and 'naive'"):
+        flash_attn_func(*tensors, schedule="naive", deterministic_schedule="shift")
+
+
+def test_auto_is_a_schedule() -> None:
+    for causal in (False, True):
+        for seqlen_q, seqlen_k in ((1, 1), (128, 16384), (16384, 128), (16384, 16384)):
+            for head_dim in (64, 128):
+                assert auto_schedule(seqlen_q, seqlen_k, head_dim, causal) in SCHEDULES
+
+
+def test_return_attn_probs() -> None:
+    q, k, v = (x.requires_grad_() for x in qkv())
+    out, lse = flash_attn_func(q, k, v, return_attn_probs=True)
+    assert same_bits(out, flash_attn_func(q, k, v))
+    assert lse.shape == (2, 4, 40) and lse.dtype == torch.float32 and not lse.requires_grad
+
+
+def test_default_scale() -> None:
+    tensors = qkv(head_dim=64)
+    assert same_bits(flash_attn_func(*tensors), flash_attn_func(*tensors, 0.125))
+
+
+def test_kvpacked() -> None:
+    q, k, v = qkv()
+    dout = torch.randn_like(q)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = flash_attn_func(*leaves, 0.3, True, deterministic=True)
+    out.backward(dout)
+    q2, kv = q.clone().requires_grad_(), torch.stack((k, v), dim=2).requires_grad_()
+    out2, lse = flash_attn_kvpacked_func(
+        q2, kv, 0.3, True, schedule="auto", deterministic=True, return_attn_probs=True
+    )
+    out2.backward(dout)
+    assert same_bits(out, out2) and lse.shape == (2, 4, 40)
+    for x, y in zip((q2.grad, *kv.grad.unbind(2)), (x.grad for x in leaves), strict=True):
+        assert same_bits(x, y)
+    with pytest.raises(ValueError, match="^kv: "):
+        flash_attn_kvpacked_func(q, torch.stack((k, k, v), dim=2))
+
+
+@pytest.mark.parametrize("heads_k", [4, 2])
+def test_qkvpacked(heads_k: int) -> None:
+    q, k, v = qkv(heads_k=heads_k)
+    dout = torch.randn_like(q)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = flash_attn_func(*leaves, 0.3, True, deterministic=True, schedule="naive")
+    out.backward(dout)
+    grads = [x.grad for x in leaves]
+    if heads_k == 4:
+        packed = torch.stack((q, k, v), dim=2).requires_grad_()
+        flash_attn_qkvpacked_func(packed, 0.3, True, deterministic=True, schedule="naive").backward(dout)
+        for x, y in zip(packed.grad.unbind(2), grads, strict=True):
+            assert same_bits(x, y)
+    joined = torch.cat((q, k, v), dim=2).requires_grad_()
+    flash_attn_qkvpacked_func(
+        joined, 0.3, True, deterministic=True, num_heads_q=4, schedule="naive"
+    ).backward(dout)
+    assert same_bits(joined.grad, torch.cat(grads, dim=2))
+
+
+@pytest.mark.parametrize(
+    ("shape", "heads_q", "name"),
+    [
+        ((2, 8, 2, 4, 16), None, "qkv"),
+        ((2, 8, 16), None, "qkv"),
+        ((2, 8, 12, 16), None, "num_heads_q"),
+        ((2, 8, 12, 16), 11, "num_heads_q"),
+        ((2, 8, 12, 16), 12, "num_heads_q"),
+        ((2, 8, 12, 16), 7, "num_heads_q"),
+        ((2, 8, 12, 16), 0, "num_heads_q"),
+        ((2, 8, 3, 4, 16), 2, "num_heads_q"),
+    ],
+)
+def test_qkvpacked_shapes_that_do_not_fit(shape: tuple, heads_q: int | None, name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name}: "):
+        flash_attn_qkvpacked_func(torch.zeros(shape), num_heads_q=heads_q)
+
+
+@pytest.mark.parametrize(("batch", "seqlen_q", "seqlen_k"), [(0, 3, 3), (2, 0, 3), (2, 3, 0), (2, 0, 0)])
+def test_empty_tensors(batch: int, seqlen_q: int, seqlen_k: int) -> None:
+    q = torch.randn(batch, seqlen_q, 4, 32, requires_grad=True)
+    k, v = (torch.randn(batch, seqlen_k, 2, 32, requires_grad=True) for _ in "kv")
+    out, lse = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+    assert out.shape == q.shape and lse.shape == (batch, 4, seqlen_q)
+    assert (out == 0).all() and (lse == -torch.inf).all()
+    out.sum().backward()
+    for x in (q, k, v):
+        assert x.grad.shape == x.shape and (x.grad == 0).all()

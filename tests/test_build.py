@@ -1,0 +1,212 @@
+"""What the build made: the compiler's report on every kernel, the library's interface, the commands."""
+
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from dash_flash_attn import _native, info, kernels
+
+ROOT = Path(__file__).resolve().parent.parent
+INSTANCES = {
+    f"{element}_d{head_dim}_{schedule}"
+    for element, head_dim, schedule in itertools.product(
+        ("bf16", "fp16"), (64, 128), ("naive", "descending", "shift", "symmetric_shift")
+    )
+}
+
+needs_kernels = pytest.mark.skipif(not kernels.LIBRARY.exists(), reason="built without the kernels")
+
+
+def parse_report(text):
+    """{object: {mangled kernel: (stack bytes, spill store bytes, spill load bytes)}} of a ptxas report."""
+    objects = {}
+    for part in text.split("\n== ")[1:]:
+        name, _, body = part.partition("\n")
+        entries = re.findall(r"Compiling entry function '(\w+)'", body)
+        properties = {
+            kernel: tuple(map(int, numbers))
+            for kernel, *numbers in re.findall(
+                r"Function properties for (\w+)\n\s+(\d+) bytes stack frame, "
+                r"(\d+) bytes spill stores, (\d+) bytes spill loads",
+                body,
+            )
+        }
+        objects[name] = {kernel: properties[kernel] for kernel in entries}
+    return objects
+
+
+def complaints(text):
+    """Lines in which the compiler says that it had to serialise, spill or ignore something."""
+    return [
+        line for line in text.splitlines() if re.search(r"C75\d\d|Potential Performance Loss|warning", line)
+    ]
+
+
+@pytest.fixture(scope="module")
+def report():
+    return kernels.LIBRARY.with_name("ptxas_report.txt").read_text()
+
+
+@needs_kernels
+def test_every_instance_is_compiled(report):
+    objects = parse_report(report)
+    assert objects.keys() == INSTANCES | {"launch"}
+    for name in INSTANCES:
+        assert objects[name], f"{name} has no kernel"
+    kernel_names = [kernel for name in INSTANCES for kernel in objects[name]]
+    assert len(set(kernel_names)) == len(kernel_names), "two objects hold the same instance"
+
+
+@needs_kernels
+def test_no_kernel_spills(report):
+    for name, entries in parse_report(report).items():
+        for kernel, (_, stores, loads) in entries.items():
+            assert (stores, loads) == (0, 0), f"{name}: {kernel} spills"
+
+
+@needs_kernels
+def test_the_compiler_has_no_complaints(report):
+    assert complaints(report) == []
+
+
+def test_a_spill_and_a_serialised_wgmma_are_found():
+    text = (
+        "nvcc 13.0.88\n== one\n"
+        "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized\n"
+        "ptxas info    : Compiling entry function '_Z1kPf' for 'sm_90a'\n"
+        "ptxas info    : Function properties for _Z1kPf\n"
+        "    16 bytes stack frame, 12 bytes spill stores, 8 bytes spill loads\n"
+        "ptxas info    : Used 168 registers\n"
+        "== two\nptxas info    : 0 bytes gmem\n"
+    )
+    assert parse_report(text) == {"one": {"_Z1kPf": (16, 12, 8)}, "two": {}}
+    assert len(complaints(text)) == 1
+
+
+@needs_kernels
+def test_the_library_loads_without_a_gpu():
+    assert kernels.not_loaded() is None
+    assert _native.kernels_loaded()
+
+
+@needs_kernels
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_library_says_that_there_is_no_gpu():
+    _native.load_kernels(str(kernels.LIBRARY))
+    with pytest.raises(RuntimeError, match=r"\w"):
+        _native.resident_ctas(0)
+
+
+@needs_kernels
+@pytest.mark.skipif(shutil.which("nm") is None, reason="needs binutils")
+def test_the_library_exports_its_interface_only():
+    symbols = subprocess.run(
+        ["nm", "--dynamic", "--defined-only", "--format=just-symbols", kernels.LIBRARY],
+        capture_output=True, text=True, check=True,
+    ).stdout.split()  # fmt: skip
+    functions = ("backward_prepare", "backward_run", "resident_ctas", "stuck_report")
+    assert set(symbols) == {f"dash_{function}" for function in functions}
+
+
+def test_loading_something_else_fails(tmp_path):
+    with pytest.raises(RuntimeError, match="cannot open"):
+        _native.load_kernels(str(tmp_path / "missing.so"))
+    with pytest.raises(RuntimeError, match="dash_backward_prepare"):
+        _native.load_kernels(_native.__file__)
+
+
+def run_module(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "dash_flash_attn", *arguments], capture_output=True, text=True, cwd=ROOT
+    )
+
+
+def test_info_names_versions_and_the_reason():
+    done = run_module("info")
+    assert done.returncode == 0, done.stderr
+    lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
+    assert lines["torch"].startswith(torch.__version__)
+    assert lines["Python"] == ".".join(map(str, sys.version_info[:3]))
+    verdict = re.search(r"kernels usable\s+(yes|no: .+)", done.stdout)[1]
+    assert (verdict == "yes") == (info.unusable() is None)
+
+
+def test_unknown_commands_are_refused():
+    done = run_module("train")
+    assert done.returncode == 2
+    assert "info" in done.stderr and "demo" in done.stderr
+
+
+def build(**environment):
+    return subprocess.run(
+        [sys.executable, ROOT / "csrc" / "build_kernels.py"],
+        capture_output=True, text=True, env=os.environ | environment,
+    )  # fmt: skip
+
+
+def test_the_build_says_why_it_builds_no_kernels(tmp_path):
+    done = build(DASH_SKIP_CUDA="1")
+    assert done.returncode == 1
+    assert done.stderr == "kernels not built: DASH_SKIP_CUDA=1\n"
+
+    old = tmp_path / "bin" / "nvcc"
+    old.parent.mkdir()
+    old.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.3, V12.3.107'\n")
+    old.chmod(0o755)
+    done = build(CUDA_HOME=str(tmp_path), DASH_SKIP_CUDA="0")
+    assert done.returncode == 1
+    assert done.stderr.endswith("is version 12.3.107, and 12.4 is the oldest that can build them\n")
+
+
+def test_source_distribution_and_wheel_without_cuda(tmp_path):
+    def run(*command, cwd, **environment):
+        done = subprocess.run(
+            [sys.executable, *command],
+            capture_output=True, text=True, cwd=cwd, env=os.environ | environment,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    run("setup.py", "-q", "egg_info", "--egg-base", tmp_path, "sdist", "--dist-dir", tmp_path, cwd=ROOT)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        tar.extractall(tmp_path, filter="data")
+    source = tmp_path / archive.name.removesuffix(".tar.gz")
+    for folder in ("csrc", "dash_flash_attn"):
+        files = {path.relative_to(ROOT) for path in (ROOT / folder).rglob("*") if path.is_file()}
+        shipped = {path for path in files if path.suffix not in (".so", ".pyc") and path.parts[1] != "lib"}
+        assert shipped == {p.relative_to(source) for p in (source / folder).rglob("*") if p.is_file()}
+
+    # Kernels of earlier builds, in place and for a wheel, must not get in.
+    for parent in (
+        source,
+        source / "build" / f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}",
+    ):
+        (parent / "dash_flash_attn" / "lib").mkdir(parents=True)
+        (parent / "dash_flash_attn" / "lib" / kernels.LIBRARY.name).touch()
+    run(
+        "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, ".",
+        cwd=source, DASH_SKIP_CUDA="1",
+    )  # fmt: skip
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as unpacked:
+        names = unpacked.namelist()
+        unpacked.extractall(tmp_path / "installed")
+    assert {name.split("/")[0] for name in names} == {
+        "dash_flash_attn",
+        wheel.name.split("-cp")[0] + ".dist-info",
+    }
+    assert not any(name.startswith("dash_flash_attn/lib") for name in names)
+    assert {"dash_flash_attn/_native.pyi", "dash_flash_attn/py.typed"} <= set(names)
+    said = run("-m", "dash_flash_attn", "info", cwd=tmp_path / "installed")
+    assert "the package was built without its kernels" in said

@@ -1,0 +1,177 @@
+"""What torch needs of an operator: schema, tracing, autograd; and tensors of any layout."""
+
+import pytest
+import torch
+from oracle import same_bits
+
+from dash_flash_attn import flash_attn_func
+from dash_flash_attn.layout import addressable
+
+FORWARD = torch.ops.dash_flash_attn.forward.default
+BACKWARD = torch.ops.dash_flash_attn.backward.default
+
+
+def qkv(dtype=torch.float32, requires_grad=False, seqlen_q=70, seqlen_k=140):
+    """q, k and v with two query heads a KV head."""
+    torch.manual_seed(0)
+    shapes = ((2, seqlen_q, 4, 32), (2, seqlen_k, 2, 32), (2, seqlen_k, 2, 32))
+    return [torch.randn(shape).to(dtype).requires_grad_(requires_grad) for shape in shapes]
+
+
+def gradients(function, tensors, dout):
+    """dq, dk and dv."""
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    return torch.autograd.grad(function(*leaves), leaves, dout)
+
+
+def deterministic_attention(q, k, v):
+    return flash_attn_func(q, k, v, causal=True, deterministic=True, schedule="symmetric-shift")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_opcheck_forward(causal: bool, dtype: torch.dtype) -> None:
+    torch.library.opcheck(FORWARD, (*qkv(dtype, requires_grad=True), 0.2, causal))
+    torch.library.opcheck(FORWARD, (*qkv(dtype, requires_grad=True), 0.2, causal, "shift", True, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_opcheck_backward(dtype: torch.dtype) -> None:
+    q, k, v = qkv(dtype)
+    out, lse = FORWARD(q, k, v, 0.2, True)
+    dout = torch.randn_like(out)
+    torch.library.opcheck(BACKWARD, (dout, q, k, v, out, lse, 0.2, True, "shift", True, 0))
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(0, 5), (5, 0)])
+def test_opcheck_empty(seqlen_q: int, seqlen_k: int) -> None:
+    q, k, v = qkv(seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+    out, lse = FORWARD(q, k, v, 0.2, True)
+    torch.library.opcheck(FORWARD, (q, k, v, 0.2, True))
+    torch.library.opcheck(BACKWARD, (out, q, k, v, out, lse, 0.2, True, "auto", True, 0))
+
+
+def test_torch_compile() -> None:
+    tensors = qkv()
+    dout = torch.randn_like(tensors[0])
+    compiled = torch.compile(deterministic_attention, fullgraph=True, backend="aot_eager")
+    for x, y in zip(
+        gradients(compiled, tensors, dout), gradients(deterministic_attention, tensors, dout), strict=True
+    ):
+        assert same_bits(x, y)
+
+
+def test_torch_compile_with_dynamic_shapes() -> None:
+    compiled = torch.compile(deterministic_attention, fullgraph=True, backend="aot_eager", dynamic=True)
+    for seqlen in (30, 130, 257):
+        tensors = qkv(seqlen_q=seqlen, seqlen_k=seqlen)
+        dout = torch.randn_like(tensors[0])
+        for x, y in zip(
+            gradients(compiled, tensors, dout), gradients(deterministic_attention, tensors, dout), strict=True
+        ):
+            assert same_bits(x, y)
+
+
+def test_errors_reach_the_caller_of_a_compiled_function() -> None:
+    q, k, v = qkv()
+    with pytest.raises(Exception, match="head_dim"):
+        torch.compile(flash_attn_func, backend="aot_eager")(q[..., :16], k, v)
+
+
+def test_gradient_of_a_sum_has_stride_zero() -> None:
+    leaves = qkv(requires_grad=True)
+    deterministic_attention(*leaves).sum().backward()
+    expected = gradients(deterministic_attention, leaves, torch.ones_like(leaves[0]))
+    for x, y in zip(leaves, expected, strict=True):
+        assert same_bits(x.grad, y)
+
+
+def test_layouts_do_not_matter() -> None:
+    tensors = qkv(torch.bfloat16)
+    dout = torch.randn_like(tensors[0])
+    expected = gradients(deterministic_attention, tensors, dout)
+    for change in (
+        lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+        lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
+        lambda x: torch.stack((x, x), dim=-1)[..., 0],
+    ):
+        leaves = [change(x).detach().requires_grad_() for x in tensors]
+        assert not any(x.is_contiguous() for x in leaves)
+        deterministic_attention(*leaves).backward(change(dout))
+        for x, y in zip(leaves, expected, strict=True):
+            assert same_bits(x.grad, y)
+
+
+def test_what_bulk_copies_can_read_is_not_copied() -> None:
+    x = torch.randn(2, 24, 4, 64).bfloat16()
+    for view in (x, x.transpose(1, 2), x[:, ::2], x[:, 1:, 1:], torch.stack((x, x, x), dim=2)[:, :, 1]):
+        assert addressable(view) is view
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x[..., ::2],
+        lambda x: x[:, :, :, 1:],
+        lambda x: x[..., :60].contiguous(),
+        lambda x: x[:1, :1, :1].expand(2, 24, 4, 64),
+        lambda x: x[:1].as_strided((1, 24, 4, 64), (3, 256, 64, 1)),
+        lambda x: x[:, :, :1].as_strided((2, 24, 1, 64), (6144, 256, 0, 1)),
+    ],
+)
+def test_what_they_cannot_read_is_copied(view) -> None:
+    odd = view(torch.randn(2, 24, 4, 64).bfloat16())
+    even = addressable(odd)
+    assert same_bits(even, odd)
+    if even.shape[-1] % 8 == 0:  # else the caller has a head dimension without kernels
+        assert addressable(even) is even
+    assert even.stride() == torch.empty(odd.shape).stride()
+
+
+def test_only_what_needs_a_gradient_gets_one() -> None:
+    q, k, v = qkv()
+    k.requires_grad_()
+    flash_attn_func(q, k, v).sum().backward()
+    assert k.grad is not None and q.grad is None and v.grad is None
+    with torch.no_grad():
+        assert not flash_attn_func(q, k, v).requires_grad
+
+
+def test_no_second_derivative() -> None:
+    leaves = qkv(requires_grad=True)
+    (dq,) = torch.autograd.grad(flash_attn_func(*leaves).sum(), leaves[0], create_graph=True)
+    with pytest.raises(NotImplementedError, match="no derivative"):
+        dq.sum().backward()
+
+
+def test_gradients_that_do_not_fit_are_refused() -> None:
+    q, k, v = qkv()
+    out, lse = FORWARD(q, k, v, 0.2, True)
+    options = (0.2, True, "auto", True, 0)
+    for name, args in {
+        "dout": (out[:, 1:], q, k, v, out, lse),
+        "out": (out, q, k, v, out[:, 1:], lse),
+        "lse": (out, q, k, v, out, lse[:, :, 1:]),
+    }.items():
+        with pytest.raises(ValueError, match=f"^{name}: "):
+            BACKWARD(*args, *options)
+    with pytest.raises(TypeError, match="^dout: "):
+        BACKWARD(out.double(), q, k, v, out, lse, *options)
+
+
+def test_deterministic_mode_reaches_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under torch.use_deterministic_algorithms(True) every call asks for ordered sums."""
+    asked = []
+
+    def forward(q, k, v, scale, causal, schedule, deterministic, sm_margin):
+        asked.append(deterministic)
+        return FORWARD(q, k, v, scale, causal, schedule, deterministic, sm_margin)
+
+    monkeypatch.setattr(torch.ops.dash_flash_attn, "forward", forward)
+    flash_attn_func(*qkv())
+    torch.use_deterministic_algorithms(True)
+    try:
+        flash_attn_func(*qkv())
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert asked == [False, True]

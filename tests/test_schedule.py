@@ -1,0 +1,337 @@
+"""The schedule policies: valid for every shape, and without stalls where they promise it."""
+
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from dash_flash_attn import _native
+from dash_flash_attn.schedule import SCHEDULES, Schedule, make_policy, schedule_name
+
+LARGEST_GROUP = 64  # KV tiles that may rotate together: all of them must be resident
+ROWS = [(4, 4), (2, 4), (4, 2)]  # (queries, keys) a tile: the kernels' ratios 1:1 and 1:2, and 2:1
+
+
+class Shape(NamedTuple):
+    seqlen_q: int
+    seqlen_k: int
+    q_rows: int
+    kv_rows: int
+    causal: bool
+
+    @property
+    def grid(self):
+        return _native.TileGrid(*self)
+
+
+def visible_pairs(shape):
+    """(query tiles, q_rows, KV tiles, kv_rows): whether that query sees that key.
+
+    Written from the positions of the elements, with nothing of the policies' arithmetic. Rows past the end
+    see nothing and are seen by nobody.
+    """
+    q_tiles, kv_tiles = -(-shape.seqlen_q // shape.q_rows), -(-shape.seqlen_k // shape.kv_rows)
+    query = np.arange(q_tiles * shape.q_rows)[:, None]
+    key = np.arange(kv_tiles * shape.kv_rows)[None, :]
+    visible = (query < shape.seqlen_q) & (key < shape.seqlen_k)
+    if shape.causal:
+        # The last query sees the last key.
+        visible &= shape.seqlen_q - 1 - query <= shape.seqlen_k - 1 - key
+    return visible.reshape(q_tiles, shape.q_rows, kv_tiles, shape.kv_rows)
+
+
+def needed_pairs(shape):
+    """(KV tiles, query tiles): whether some query of that tile sees some key of that one."""
+    return visible_pairs(shape).any(axis=(1, 3)).T
+
+
+def check_visits(visits, needed):
+    """Each chain visits the query tiles that its KV tile needs, each once, and nothing else."""
+    kv_tile, step = np.nonzero(visits >= 0)
+    np.testing.assert_array_equal(step, np.concatenate([np.arange(n) for n in needed.sum(1)]))
+    count = np.zeros(needed.shape, int)
+    np.add.at(count, (kv_tile, visits[kv_tile, step]), 1)
+    np.testing.assert_array_equal(count, needed)
+
+
+def check_ranks(ranks, needed):
+    """The ranks at each query tile are 0, 1, 2, ... of the KV tiles that it needs, each once."""
+    np.testing.assert_array_equal(ranks >= 0, needed)
+    kv_tile, q_tile = np.nonzero(needed)
+    count = np.zeros(needed.shape, int)
+    np.add.at(count, (ranks[kv_tile, q_tile], q_tile), 1)
+    np.testing.assert_array_equal(count, np.arange(len(needed))[:, None] < needed.sum(0))
+
+
+def check_chains(policy, heads):
+    """Every chain of every head is claimed once, and cycles are contiguous, of one head, and resident."""
+    kv_tiles = policy.grid.kv_tiles()
+    chains = policy.chain_table(heads)
+    assert chains.min() >= 0 and chains[:, 1].max() < kv_tiles
+    np.testing.assert_array_equal(
+        np.sort(chains[:, 0] * kv_tiles + chains[:, 1]), np.arange(heads * kv_tiles)
+    )
+
+    begin = 0
+    while begin < len(chains):
+        end = policy.cycle_end(begin, heads)
+        assert begin < end <= len(chains)
+        assert end - begin <= policy.resident_ctas_needed()
+        assert {policy.cycle_end(claim, heads) for claim in range(begin, end)} == {end}
+        assert len(set(chains[begin:end, 0])) == 1
+        begin = end
+
+
+def check_progress(policy, heads=3):
+    """No deadlock with as few CTAs as the policy asks for, nor with more, nor on a whole H200."""
+    needed = policy.resident_ctas_needed()
+    assert 1 <= needed <= LARGEST_GROUP
+    for ctas, claim_ahead in itertools.product((needed, needed + 3, 132), (False, True)):
+        assert policy.completes(heads, ctas, claim_ahead), (policy.name, ctas, claim_ahead)
+
+
+def check_all(shape, needed, name):
+    policy = make_policy(name, shape.grid)
+    check_visits(policy.visit_table(), needed)
+    check_ranks(policy.rank_table(), needed)
+    check_progress(policy)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("ragged", [False, True], ids=["whole", "ragged"])
+@pytest.mark.parametrize(("q_rows", "kv_rows"), ROWS)
+def test_every_grid_up_to_40_by_40_tiles(q_rows, kv_rows, ragged, causal):
+    for q_tiles, kv_tiles in itertools.product(range(1, 41), repeat=2):
+        # Ragged: one query in the last tile, and all keys but one.
+        seqlen_q = q_tiles * q_rows - (q_rows - 1 if ragged else 0)
+        shape = Shape(seqlen_q, kv_tiles * kv_rows - ragged, q_rows, kv_rows, causal)
+        needed = needed_pairs(shape)
+        for name in SCHEDULES:
+            check_all(shape, needed, name)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_chains_of_up_to_140_kv_tiles(name, causal):
+    for kv_tiles, heads in itertools.product(range(1, 141), range(1, 6)):
+        check_chains(make_policy(name, _native.TileGrid(512, kv_tiles * 4, 4, 4, causal)), heads)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("tiles", [(1, 1), (4, 2), (3, 5), (16, 8), (33, 33), (4, 65), (9, 130)])
+def test_many_heads(tiles, name, causal):
+    # Enough to fill several blocks of the heads that are issued together, and to leave the last one ragged.
+    policy = make_policy(name, _native.TileGrid(tiles[0] * 4, tiles[1] * 4, 4, 4, causal))
+    for heads in (17, 64, 130, 257):
+        check_chains(policy, heads)
+        check_progress(policy, heads)
+
+
+@st.composite
+def shapes(draw):
+    q_rows, kv_rows = draw(st.sampled_from(ROWS))
+    seqlen_q = draw(st.integers(1, 150 * q_rows))
+    seqlen_k = draw(st.one_of(st.integers(1, 300 * kv_rows), st.just(seqlen_q)))
+    return Shape(seqlen_q, seqlen_k, q_rows, kv_rows, draw(st.booleans()))
+
+
+@settings(max_examples=150, deadline=None)
+@given(shapes(), st.integers(1, 5))
+@example(Shape(64 * 4, 64 * 4, 4, 4, True), 2)
+@example(Shape(65 * 4, 65 * 4, 4, 4, False), 2)  # two groups, the second one shorter
+@example(Shape(256 * 2, 128 * 4, 2, 4, False), 3)  # 16,384 tokens at head dimension 128
+@example(Shape(129 * 4, 129 * 4, 4, 4, True), 2)
+@example(Shape(3, 259 * 4, 4, 4, False), 3)  # one query tile, five groups
+@example(Shape(150 * 4, 7, 4, 4, True), 1)  # most queries see no key
+def test_larger_grids(shape, heads):
+    needed = needed_pairs(shape)
+    for name in SCHEDULES:
+        check_all(shape, needed, name)
+        check_chains(make_policy(name, shape.grid), heads)
+
+
+@settings(deadline=None)
+@given(shapes(), st.data())
+def test_tile_grid_matches_the_mask(shape, data):
+    grid, visible = shape.grid, visible_pairs(shape)
+    needed = needed_pairs(shape)
+    q_tile = data.draw(st.integers(0, grid.q_tiles() - 1))
+    kv_tile = data.draw(st.integers(0, grid.kv_tiles() - 1))
+    assert needed.shape == (grid.kv_tiles(), grid.q_tiles())
+    assert list(np.nonzero(needed[:, q_tile])[0]) == list(range(grid.contributors(q_tile)))
+    assert list(np.nonzero(needed[kv_tile])[0]) == list(range(grid.first_query(kv_tile), grid.q_tiles()))
+    queries = min(shape.q_rows, shape.seqlen_q - q_tile * shape.q_rows)
+    assert grid.needs_mask(kv_tile, q_tile) == (not visible[q_tile, :queries, kv_tile].all())
+
+
+# The closed forms of the paper, for as many query tiles as KV tiles.
+
+
+def square(name, n, causal, q_rows=4, kv_rows=4):
+    return make_policy(name, _native.TileGrid(n * 4, n * 4, q_rows, kv_rows, causal))
+
+
+def chain_visits(policy):
+    return [[q for q in row if q >= 0] for row in policy.visit_table().tolist()]
+
+
+@pytest.mark.parametrize("n", range(1, LARGEST_GROUP + 1))
+def test_naive_and_descending_as_in_the_paper(n):
+    assert chain_visits(square("naive", n, causal=False)) == [list(range(n))] * n
+    assert chain_visits(square("naive", n, causal=True)) == [list(range(i, n)) for i in range(n)]
+    expected = [list(range(n - 1, i - 1, -1)) for i in range(n)]
+    assert chain_visits(square("descending", n, causal=True)) == expected
+    for name in ("naive", "descending"):
+        ranks = square(name, n, causal=True).rank_table()
+        assert all(ranks[i, j] == i for j in range(n) for i in range(j + 1))
+
+
+@pytest.mark.parametrize("n", range(1, LARGEST_GROUP + 1))
+@pytest.mark.parametrize("name", ["shift", "symmetric_shift"])  # the same without a mask
+def test_shift_as_in_the_paper(name, n):
+    policy = square(name, n, causal=False)
+    assert chain_visits(policy) == [[*range(i, n), *range(i)] for i in range(n)]
+    np.testing.assert_array_equal(policy.rank_table(), [[(j - i) % n for j in range(n)] for i in range(n)])
+
+
+@pytest.mark.parametrize("n", range(2, LARGEST_GROUP + 1, 2))
+def test_symmetric_shift_as_in_the_paper(n):
+    policy = square("symmetric_shift", n, causal=True)
+    h = n // 2
+    visits = chain_visits(policy)
+    ranks = policy.rank_table()
+    for i in range(h):
+        rectangle = [h + (i + step) % h for step in range(h)]
+        assert visits[i] == [*rectangle, *range(i, h)]
+        assert visits[n - 1 - i] == list(range(n - 1, n - 2 - i, -1))
+        assert len(visits[i]) + len(visits[n - 1 - i]) == n + 1
+        assert policy.slot(i) == policy.slot(n - 1 - i) == i
+    for j in range(n):
+        for k in range(j + 1):
+            expected = j - k if j < h else (j - h - k) % h if k < h else k
+            assert ranks[k, j] == expected
+
+
+# Free of stalls: if all CTAs walk in step, no two are ever at one query tile, and each query tile is reached
+# in the order of the ranks.
+
+
+def check_stall_free(policy, sequences):
+    """`sequences`: for each CTA its (KV tile, query tile) pairs, one a step of time, or None."""
+    arrivals = {}
+    for pairs in itertools.zip_longest(*sequences):
+        q_tiles = [pair[1] for pair in pairs if pair is not None]
+        assert len(set(q_tiles)) == len(q_tiles)
+        for pair in filter(None, pairs):
+            arrivals.setdefault(pair[1], []).append(pair[0])
+    for q_tile, kv_tiles in arrivals.items():
+        ranks = [policy.rank(kv_tile, q_tile) for kv_tile in kv_tiles]
+        assert ranks == sorted(ranks)
+
+
+def cycles(policy):
+    """The KV tiles of each cycle, in the sequence of their issue."""
+    chains = policy.chain_table(1)[:, 1].tolist()
+    begin = 0
+    while begin < len(chains):
+        end = policy.cycle_end(begin, 1)
+        yield chains[begin:end]
+        begin = end
+
+
+@pytest.mark.parametrize("kv_tiles", [*range(1, 41), 64, 65, 128, 130])
+def test_shift_never_waits_without_a_mask(kv_tiles):
+    for q_tiles in {kv_tiles, kv_tiles + 1, 2 * kv_tiles - 1, 2 * kv_tiles, 3 * kv_tiles}:
+        policy = make_policy("shift", _native.TileGrid(q_tiles * 4, kv_tiles * 4, 4, 4, False))
+        visits = chain_visits(policy)
+        for members in cycles(policy):
+            assert [policy.slot(kv_tile) for kv_tile in members] == list(range(len(members)))
+            check_stall_free(policy, [[(kv, q) for q in visits[kv]] for kv in members])
+
+
+@pytest.mark.parametrize("kv_tiles", range(2, LARGEST_GROUP + 1, 2))
+@pytest.mark.parametrize(("q_rows", "kv_rows"), [(4, 4), (2, 4)])
+def test_symmetric_shift_never_waits_under_a_causal_mask(kv_tiles, q_rows, kv_rows):
+    seqlen = kv_tiles * kv_rows
+    policy = make_policy("symmetric_shift", _native.TileGrid(seqlen, seqlen, q_rows, kv_rows, True))
+    ctas = [[] for _ in range(policy.resident_ctas_needed())]
+    for kv_tile in policy.chain_table(1)[:, 1].tolist():
+        steps = range(policy.visits(kv_tile))
+        ctas[policy.slot(kv_tile)] += [(kv_tile, policy.visit(kv_tile, step)) for step in steps]
+    check_stall_free(policy, ctas)
+
+
+# The checks themselves can fail.
+
+
+@pytest.mark.parametrize("n", [2, 3, 8, 64, 100])
+def test_a_cycle_without_room_deadlocks(n):
+    policy = square("shift", n, causal=False)
+    needed = policy.resident_ctas_needed()
+    assert policy.completes(2, needed, claim_ahead=False)
+    assert not policy.completes(2, needed - 1, claim_ahead=False)
+
+
+def test_a_wrong_table_is_found():
+    shape = Shape(16, 16, 4, 4, True)
+    needed = needed_pairs(shape)
+    policy = make_policy("symmetric_shift", shape.grid)
+    for check, table in ((check_visits, policy.visit_table()), (check_ranks, policy.rank_table())):
+        check(table, needed)
+        twice = table.copy()
+        twice[0, 1] = twice[0, 2]
+        missing = table.copy()
+        missing[0, -1] = -1
+        for wrong in (twice, missing):
+            with pytest.raises(AssertionError):
+                check(wrong, needed)
+    with pytest.raises(AssertionError):
+        # FlashAttention-3's order: all chains at one query tile.
+        naive = square("naive", 4, causal=False)
+        check_stall_free(naive, [[(kv, q) for q in range(4)] for kv in range(4)])
+
+
+# The Python side.
+
+
+@pytest.mark.parametrize("spelling", ["symmetric_shift", "symmetric-shift", "Symmetric-SHIFT"])
+def test_names_in_any_spelling(spelling):
+    assert schedule_name(spelling) == "symmetric_shift"
+
+
+@pytest.mark.parametrize("wrong", ["", "auto", "symmetricshift", "fifo"])
+def test_unknown_names_are_refused(wrong):
+    with pytest.raises(ValueError, match="naive, descending, shift, symmetric_shift"):
+        schedule_name(wrong)
+
+
+def test_schedule_shows_the_policy_as_lists():
+    # 64 x 128 tiles: four query tiles, two KV tiles.
+    schedule = Schedule("Shift", 256, 256, head_dim=128)
+    assert schedule.name == "shift"
+    assert (schedule.grid.q_tiles(), schedule.grid.kv_tiles()) == (4, 2)
+    assert [schedule.visits(kv) for kv in range(2)] == [[0, 1, 2, 3], [2, 3, 0, 1]]
+    assert [schedule.order(q) for q in range(4)] == [[0, 1], [0, 1], [1, 0], [1, 0]]
+    assert schedule.chains(heads=2) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert schedule.resident_ctas_needed == 2
+
+
+def test_sizes_and_tiles_are_checked():
+    for sizes in ((0, 8, 4, 4), (8, -1, 4, 4), (8, 8, 0, 4), (8, 8, 4, 0)):
+        with pytest.raises(ValueError, match="not positive"):
+            _native.TileGrid(*sizes, False)
+    policy = square("shift", 4, causal=True)
+    for call in (
+        lambda: policy.visits(4),
+        lambda: policy.visit(3, 1),  # KV tile 3 sees one query tile
+        lambda: policy.rank(1, 0),  # query tile 0 does not see KV tile 1
+        lambda: policy.slot(-1),
+        lambda: policy.chain(8, 2),
+        lambda: policy.grid.contributors(4),
+    ):
+        with pytest.raises(IndexError):
+            call()
