@@ -1,8 +1,8 @@
 // The C interface of core/backward.h.
 
+#include <atomic>
 #include <cstdio>
 #include <exception>
-#include <mutex>
 
 #include "../core/workspace.h"
 #include "launch.cuh"
@@ -83,35 +83,19 @@ int resident_ctas(int device, int sm_margin) {
     return sms - sm_margin;
 }
 
-// Lives in host memory, so that it can be read after a trap has taken the context down.
+// Lives in host memory, so that it can be read after a trap has taken the context down. Null before the
+// first launch.
+std::atomic<StuckReport*> the_stuck_report{nullptr};
+
 StuckReport* stuck_report() {
     static StuckReport* const report = [] {
         void* memory = nullptr;
         check(cudaHostAlloc(&memory, sizeof(StuckReport), cudaHostAllocPortable | cudaHostAllocMapped),
               "memory for reports");
-        return new (memory) StuckReport{};
+        the_stuck_report = new (memory) StuckReport{};
+        return the_stuck_report.load();
     }();
     return report;
-}
-
-// What can be refused is refused here, before the first launch.
-void validate(BackwardParams const& p) {
-    with_types(p, [&](auto element, auto head_dim) {
-        return launcher_for<decltype(element), head_dim>(p.schedule) != nullptr;
-    });
-    schedule::TileGrid const grid = tile_grid(p);
-    int64_t const chains = int64_t(p.batch) * p.heads_q * grid.kv_tiles();
-    if (chains >= int64_t(1) << 30)
-        throw std::invalid_argument("batch * heads * KV tiles: " + std::to_string(chains) + " is 2^30 or more");
-    if (p.batch > 65535) throw std::invalid_argument("batch: " + std::to_string(p.batch) + " is above 65535");
-    if (p.heads_q > 65535) throw std::invalid_argument("heads: " + std::to_string(p.heads_q) + " is above 65535");
-    int const resident = resident_ctas(p.device, p.sm_margin);
-    int const needed = resident_ctas_needed(p.schedule, grid);
-    if (p.ordered && needed > resident)
-        throw std::invalid_argument("schedule: its cycles of " + std::to_string(needed) +
-                                    " KV tiles need as many multiprocessors, and there are " +
-                                    std::to_string(resident) +
-                                    " after sm_margin; \"naive\" and \"descending\" run on any number");
 }
 
 struct WorkspacePointers {
@@ -223,8 +207,9 @@ DASH_EXPORT int dash_resident_ctas(int device, int sm_margin, char* message, siz
 
 DASH_EXPORT int dash_stuck_report(char* message, size_t message_size) {
     return dash::guarded(message, message_size, [&] {
-        dash::StuckReport const& r = *dash::stuck_report();
-        if (r.sum == dash::StuckReport::none) return 0;
+        dash::StuckReport const* const report = dash::the_stuck_report;
+        if (!report || report->sum == dash::StuckReport::none) return 0;
+        dash::StuckReport const& r = *report;
         std::snprintf(message, message_size,
                       "dash_flash_attn: a wait without end. KV tile %d waits for its turn %u at %s tile %d of head %d, "
                       "batch entry %d, whose ticket stands at %u.",
