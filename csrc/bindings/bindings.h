@@ -9,5 +9,6 @@ namespace dash::bindings {
 void bind_schedules(pybind11::module_& m);
 void bind_workspace(pybind11::module_& m);
 void bind_kernels(pybind11::module_& m);
+void bind_lab(pybind11::module_& m);
 
 }  // namespace dash::bindings

@@ -98,6 +98,26 @@ StuckReport* stuck_report() {
     return report;
 }
 
+// What can be refused is refused here, before the first launch.
+void validate(BackwardParams const& p) {
+    with_types(p, [&](auto element, auto head_dim) {
+        return launcher_for<decltype(element), head_dim>(p.schedule) != nullptr;
+    });
+    schedule::TileGrid const grid = tile_grid(p);
+    int64_t const chains = int64_t(p.batch) * p.heads_q * grid.kv_tiles();
+    if (chains >= int64_t(1) << 30)
+        throw std::invalid_argument("batch * heads * KV tiles: " + std::to_string(chains) + " is 2^30 or more");
+    if (p.batch > 65535) throw std::invalid_argument("batch: " + std::to_string(p.batch) + " is above 65535");
+    if (p.heads_q > 65535) throw std::invalid_argument("heads: " + std::to_string(p.heads_q) + " is above 65535");
+    int const resident = resident_ctas(p.device, p.sm_margin);
+    int const needed = resident_ctas_needed(p.schedule, grid);
+    if (p.ordered && needed > resident)
+        throw std::invalid_argument("schedule: its cycles of " + std::to_string(needed) +
+                                    " KV tiles need as many multiprocessors, and there are " +
+                                    std::to_string(resident) +
+                                    " after sm_margin; \"naive\" and \"descending\" run on any number");
+}
+
 struct WorkspacePointers {
     float *dq_sum, *dkv_sum;
     uint32_t *dq_tickets, *dkv_tickets, *claims;

@@ -1,0 +1,112 @@
+#include "lab/simulate.h"
+
+#include <pybind11/numpy.h>
+#include <pybind11/stl.h>
+
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "bindings.h"
+
+namespace py = pybind11;
+using namespace pybind11::literals;
+
+namespace dash::bindings {
+namespace {
+
+using Table = py::array_t<int, py::array::c_style | py::array::forcecast>;
+
+std::vector<int> values(Table const& table) { return {table.data(), table.data() + table.size()}; }
+
+template <typename T>
+py::array_t<T> array(std::vector<T> const& values) {
+    return py::array_t<T>(py::ssize_t(values.size()), values.data());
+}
+
+// The simulator trusts its tables: whatever could lead it out of them is refused here.
+lab::Chains make_chains(Table const& chain_table, Table const& cycle_end, Table const& visit, Table const& rank,
+                        int group) {
+    if (chain_table.ndim() != 2 || chain_table.shape(1) != 2) throw py::value_error("chain_table is not (claims, 2)");
+    if (visit.ndim() != 2 || rank.ndim() != 2 || visit.shape(0) != rank.shape(0) || visit.shape(1) != rank.shape(1))
+        throw py::value_error("visit_table and rank_table are not both (KV tiles, query tiles)");
+    if (cycle_end.ndim() != 1 || cycle_end.shape(0) != chain_table.shape(0))
+        throw py::value_error("cycle_end has not one entry a claim");
+    if (group < 1) throw py::value_error("group is " + std::to_string(group) + ", not positive");
+
+    lab::Chains chains{int(visit.shape(0)), int(visit.shape(1)), group,       {}, {},
+                       values(cycle_end),   values(visit),       values(rank)};
+    int const claims = int(chain_table.shape(0));
+    auto const pairs = chain_table.unchecked<2>();
+    for (int claim = 0; claim < claims; ++claim) {
+        chains.head.push_back(pairs(claim, 0));
+        chains.kv_tile.push_back(pairs(claim, 1));
+    }
+
+    // Each (head, KV tile) once, and at each query tile a permutation of ranks: then every sum has as many
+    // tasks as ranks.
+    if (claims % chains.kv_tiles != 0) throw py::value_error("the claims are not whole heads");
+    std::vector<char> seen(claims, 0);
+    for (int claim = 0; claim < claims; ++claim) {
+        int const head = chains.head[claim], kv = chains.kv_tile[claim];
+        bool const inside = head >= 0 && head < claims / chains.kv_tiles && kv >= 0 && kv < chains.kv_tiles;
+        if (!inside || seen[head * chains.kv_tiles + kv]++)
+            throw py::value_error("claim " + std::to_string(claim) + ": KV tile " + std::to_string(kv) + " of head " +
+                                  std::to_string(head) + " is not there, or a second time");
+    }
+    std::vector<int> contributors(chains.q_tiles, 0);
+    for (int kv = 0; kv < chains.kv_tiles; ++kv) {
+        std::vector<char> visited(chains.q_tiles, 0);
+        for (int step = 0; step < chains.visits(kv); ++step) {
+            int const q = chains.visit[int64_t(kv) * chains.q_tiles + step];
+            if (q < 0 || q >= chains.q_tiles || visited[q]++)
+                throw py::value_error("KV tile " + std::to_string(kv) + " visits query tile " + std::to_string(q) +
+                                      ", which is not there, or a second time");
+            ++contributors[q];
+        }
+    }
+    for (int q = 0; q < chains.q_tiles; ++q) {
+        std::vector<char> taken(contributors[q], 0);
+        for (int kv = 0; kv < chains.kv_tiles; ++kv) {
+            auto const row = chains.visit.begin() + int64_t(kv) * chains.q_tiles;
+            if (std::find(row, row + chains.visits(kv), q) == row + chains.visits(kv)) continue;
+            int const r = chains.rank[int64_t(kv) * chains.q_tiles + q];
+            if (r < 0 || r >= contributors[q] || taken[r]++)
+                throw py::value_error("KV tile " + std::to_string(kv) + " has rank " + std::to_string(r) +
+                                      " at query tile " + std::to_string(q) + ", which has " +
+                                      std::to_string(contributors[q]) + " contributors, or it is taken");
+        }
+    }
+    return chains;
+}
+
+py::dict simulate(Table const& chain_table, Table const& cycle_end, Table const& visit_table, Table const& rank_table,
+                  int group, int sms, double compute, double reduce, double signal, double chain, int staging,
+                  double jitter, uint64_t seed, bool ordered) {
+    lab::Chains const chains = make_chains(chain_table, cycle_end, visit_table, rank_table, group);
+    if (sms < 1) throw py::value_error("num_sms is " + std::to_string(sms) + ", not positive");
+    if (staging < 0) throw py::value_error("staging is negative");
+    if (!(compute >= 0 && reduce >= 0 && signal >= 0 && chain >= 0)) throw py::value_error("a time is negative");
+    if (!(jitter >= 0 && jitter <= 1)) throw py::value_error("jitter is not in 0..1");
+    lab::Timeline line;
+    {
+        py::gil_scoped_release released;
+        line = lab::simulate(chains, {sms, compute, reduce, signal, chain, staging, jitter, seed, ordered});
+    }
+    return py::dict("sm"_a = array(line.sm), "claim"_a = array(line.claim), "q_head"_a = array(line.q_head),
+                    "q_tile"_a = array(line.q_tile), "compute_start"_a = array(line.compute_start),
+                    "compute_end"_a = array(line.compute_end), "staged"_a = array(line.staged),
+                    "reduce_start"_a = array(line.reduce_start), "reduce_end"_a = array(line.reduce_end),
+                    "claimed"_a = array(line.claimed), "started"_a = array(line.started),
+                    "unfinished"_a = line.unfinished);
+}
+
+}  // namespace
+
+void bind_lab(py::module_& m) {
+    m.def("simulate", &simulate, py::kw_only(), "chain_table"_a, "cycle_end"_a, "visit_table"_a, "rank_table"_a,
+          "group"_a, "sms"_a, "compute"_a, "reduce"_a, "signal"_a, "chain"_a, "staging"_a, "jitter"_a, "seed"_a,
+          "ordered"_a);
+}
+
+}  // namespace dash::bindings

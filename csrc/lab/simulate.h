@@ -1,0 +1,249 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <functional>
+#include <queue>
+#include <tuple>
+#include <vector>
+
+// The machine on which a schedule is tried out: persistent CTAs, one an SM, that claim chains in the order
+// of issue and run a chain's tasks (one query tile each) back to back. Only the lab uses it; a schedule
+// comes as tables, so that schedules which are no policy yet can be tried as well.
+namespace dash::lab {
+
+struct Chains {
+    int kv_tiles, q_tiles;
+    int group;                   // query heads that a chain walks, one after the other
+    std::vector<int> head;       // by claim: which head, counted in chains
+    std::vector<int> kv_tile;    // by claim
+    std::vector<int> cycle_end;  // by claim: the first claim after the chains that may wait for it
+    std::vector<int> visit;      // (kv_tiles, q_tiles): the query tile of each step, -1 after the last
+    std::vector<int> rank;       // (kv_tiles, q_tiles): -1 where the two do not meet
+
+    int claims() const { return int(head.size()); }
+    int visits(int kv) const {
+        auto const row = visit.begin() + int64_t(kv) * q_tiles;
+        return int(std::find(row, row + q_tiles, -1) - row);
+    }
+};
+
+// All times in one unit, the caller's.
+struct Machine {
+    int sms;
+    double compute;  // of a task
+    double reduce;   // of a task, until the sum has landed
+    double signal;   // from there until the next rank may start
+    double chain;    // before a chain's first task: its K and V come, the last chain's dK and dV go
+    int staging;     // buffers for dQ tiles; 0: a task computes, then reduces, and only then the next one
+    double jitter;   // compute times are uniform in [1 - jitter, 1 + jitter] * compute
+    uint64_t seed;   // of the jitter
+    bool ordered;    // false: reductions start when they can, in no order
+};
+
+// By task: claims in order of issue, their steps in order of execution.
+struct Timeline {
+    std::vector<int> sm, claim, q_head, q_tile;
+    std::vector<double> compute_start, compute_end;
+    std::vector<double> staged;  // when the SM could go on: compute_end, or later if no buffer was free
+    std::vector<double> reduce_start, reduce_end;
+    std::vector<double> claimed, started;  // by claim; between them an SM may drain the chain before
+    int64_t unfinished = 0;                // tasks; not 0: a deadlock
+};
+
+class Simulator {
+  public:
+    Simulator(Chains const& c, Machine const& m) : chains(c), machine(m) {
+        number_tasks();
+        order_reductions();
+        sm_state.resize(machine.sms);
+    }
+
+    Timeline run() {
+        for (int sm = 0; sm < machine.sms; ++sm) claim_next(sm, 0.0);
+        while (!events.empty()) {
+            Event const event = events.top();
+            events.pop();
+            if (event.kind == Event::computed)
+                computed(event.task, event.time);
+            else
+                reduced(event.task, event.time);
+        }
+        line.unfinished = std::count(line.reduce_end.begin(), line.reduce_end.end(), kNever);
+        return std::move(line);
+    }
+
+  private:
+    static constexpr double kNever = -1;
+
+    struct Event {
+        enum Kind { reduced, computed };  // what ends at one moment is seen by what starts then
+        double time;
+        Kind kind;
+        int task;
+        bool operator>(Event const& other) const {
+            return std::tie(time, kind, task) > std::tie(other.time, other.kind, other.task);
+        }
+    };
+
+    struct Sm {
+        std::vector<int> tasks;  // all so far
+        int claim = -1;
+        bool draining = false;  // the next claim waits for the chain's last reduction
+    };
+
+    Chains const& chains;
+    Machine const& machine;
+    Timeline line;
+    std::vector<Sm> sm_state;
+    std::priority_queue<Event, std::vector<Event>, std::greater<Event>> events;
+    int claimed = 0;
+    std::vector<int> first_task, open_tasks;  // by claim
+    std::vector<int> place;                   // by task: its index among its SM's tasks
+    std::vector<char> blocked;                // by task: computed, and waits for a staging buffer
+
+    // The sum of each query tile of each query head: its tasks by rank, and how far it is.
+    std::vector<int> sum_begin, sum_tasks, ticket;
+    std::vector<double> turn;  // when the ticket was seen by the next rank
+
+    void number_tasks() {
+        int tasks = 0;
+        for (int claim = 0; claim < chains.claims(); ++claim) {
+            int const kv = chains.kv_tile[claim], visits = chains.visits(kv);
+            first_task.push_back(tasks);
+            open_tasks.push_back(visits * chains.group);
+            for (int member = 0; member < chains.group; ++member) {
+                for (int step = 0; step < visits; ++step, ++tasks) {
+                    line.claim.push_back(claim);
+                    line.q_head.push_back(chains.head[claim] * chains.group + member);
+                    line.q_tile.push_back(chains.visit[int64_t(kv) * chains.q_tiles + step]);
+                }
+            }
+        }
+        first_task.push_back(tasks);
+        line.sm.assign(tasks, -1);
+        for (auto* times : {&line.compute_start, &line.compute_end, &line.staged, &line.reduce_start, &line.reduce_end})
+            times->assign(tasks, kNever);
+        line.claimed.assign(chains.claims(), kNever);
+        line.started.assign(chains.claims(), kNever);
+        place.assign(tasks, -1);
+        blocked.assign(tasks, 0);
+    }
+
+    int64_t sum_of(int task) const { return int64_t(line.q_head[task]) * chains.q_tiles + line.q_tile[task]; }
+    int rank_of(int task) const {
+        return chains.rank[int64_t(chains.kv_tile[line.claim[task]]) * chains.q_tiles + line.q_tile[task]];
+    }
+
+    void order_reductions() {
+        int heads = 0;
+        for (int head : chains.head) heads = std::max(heads, head + 1);
+        int64_t const sums = int64_t(heads) * chains.group * chains.q_tiles;
+        sum_begin.assign(sums + 1, 0);
+        for (size_t task = 0; task < line.claim.size(); ++task) ++sum_begin[sum_of(int(task)) + 1];
+        for (int64_t sum = 0; sum < sums; ++sum) sum_begin[sum + 1] += sum_begin[sum];
+        sum_tasks.assign(line.claim.size(), -1);
+        for (size_t task = 0; task < line.claim.size(); ++task)
+            sum_tasks[sum_begin[sum_of(int(task))] + rank_of(int(task))] = int(task);
+        ticket.assign(sums, 0);
+        turn.assign(sums, 0.0);
+    }
+
+    // splitmix64: the task's own random number, whatever came before.
+    double compute_time(int task) const {
+        if (machine.jitter == 0) return machine.compute;
+        uint64_t x = machine.seed * 0x9e3779b97f4a7c15u + uint64_t(task + 1) * 0xd1b54a32d192ed03u;
+        x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+        x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+        double const unit = double((x ^ (x >> 31)) >> 11) / double(uint64_t(1) << 53);
+        return machine.compute * (1 + machine.jitter * (2 * unit - 1));
+    }
+
+    void claim_next(int sm, double now) {
+        Sm& state = sm_state[sm];
+        // A chain without visits is claimed and done: its dK and dV are zeros.
+        for (; claimed < chains.claims();) {
+            int const claim = claimed++;
+            state.claim = claim;
+            line.claimed[claim] = now;
+            now += machine.chain;
+            line.started[claim] = now;
+            if (open_tasks[claim] == 0) continue;
+            start(first_task[claim], sm, now);
+            return;
+        }
+    }
+
+    void start(int task, int sm, double now) {
+        line.sm[task] = sm;
+        place[task] = int(sm_state[sm].tasks.size());
+        sm_state[sm].tasks.push_back(task);
+        line.compute_start[task] = now;
+        events.push({now + compute_time(task), Event::computed, task});
+    }
+
+    void computed(int task, double now) {
+        line.compute_end[task] = now;
+        int const holder = place[task] - machine.staging;  // the last task that had this staging buffer
+        if (machine.staging > 0 && holder >= 0 && line.reduce_end[sm_state[line.sm[task]].tasks[holder]] == kNever)
+            blocked[task] = 1;
+        else
+            stage(task, now);
+    }
+
+    void stage(int task, double now) {
+        line.staged[task] = now;
+        if (!machine.ordered)
+            reduce(task, now);
+        else if (int64_t const sum = sum_of(task); ticket[sum] == rank_of(task))
+            reduce(task, std::max(now, turn[sum]));
+        if (machine.staging > 0) go_on(task, now);
+    }
+
+    void reduce(int task, double start) {
+        line.reduce_start[task] = start;
+        events.push({start + machine.reduce, Event::reduced, task});
+    }
+
+    void reduced(int task, double now) {
+        line.reduce_end[task] = now;
+        int64_t const sum = sum_of(task);
+        turn[sum] = now + machine.signal;
+        int const next = sum_begin[sum] + ++ticket[sum];
+        if (machine.ordered && next < sum_begin[sum + 1]) {
+            int const waiting = sum_tasks[next];
+            if (line.staged[waiting] != kNever) reduce(waiting, std::max(line.staged[waiting], turn[sum]));
+        }
+
+        int const sm = line.sm[task];
+        Sm& state = sm_state[sm];
+        bool const chain_done = --open_tasks[line.claim[task]] == 0;
+        if (machine.staging == 0) {
+            go_on(task, now);
+        } else if (int const heir = place[task] + machine.staging;
+                   heir < int(state.tasks.size()) && blocked[state.tasks[heir]]) {
+            blocked[state.tasks[heir]] = 0;
+            stage(state.tasks[heir], now);
+        }
+        if (state.draining && chain_done && state.claim == line.claim[task]) {
+            state.draining = false;
+            claim_next(sm, now);
+        }
+    }
+
+    // The SM is through with a task.
+    void go_on(int task, double now) {
+        int const sm = line.sm[task], claim = line.claim[task];
+        if (task + 1 < first_task[claim + 1]) return start(task + 1, sm, now);
+        // As the kernel's loader: two chains of one cycle are never held at the same time.
+        int const cycle_end = chains.cycle_end[claim];
+        if (open_tasks[claim] == 0 || cycle_end == claim + 1 || claimed >= cycle_end)
+            claim_next(sm, now);
+        else
+            sm_state[sm].draining = true;
+    }
+};
+
+inline Timeline simulate(Chains const& chains, Machine const& machine) { return Simulator(chains, machine).run(); }
+
+}  // namespace dash::lab
