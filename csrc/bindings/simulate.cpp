@@ -26,7 +26,7 @@ py::array_t<T> array(std::vector<T> const& values) {
 
 // The simulator trusts its tables: whatever could lead it out of them is refused here.
 lab::Chains make_chains(Table const& chain_table, Table const& cycle_end, Table const& visit, Table const& rank,
-                        int group) {
+                        int group, bool interleaved) {
     if (chain_table.ndim() != 2 || chain_table.shape(1) != 2) throw py::value_error("chain_table is not (claims, 2)");
     if (visit.ndim() != 2 || rank.ndim() != 2 || visit.shape(0) != rank.shape(0) || visit.shape(1) != rank.shape(1))
         throw py::value_error("visit_table and rank_table are not both (KV tiles, query tiles)");
@@ -81,9 +81,9 @@ lab::Chains make_chains(Table const& chain_table, Table const& cycle_end, Table 
 }
 
 py::dict simulate(Table const& chain_table, Table const& cycle_end, Table const& visit_table, Table const& rank_table,
-                  int group, int sms, double compute, double reduce, double signal, double chain, int staging,
-                  double jitter, uint64_t seed, bool ordered) {
-    lab::Chains const chains = make_chains(chain_table, cycle_end, visit_table, rank_table, group);
+                  int group, bool interleaved, int sms, double compute, double reduce, double signal, double chain,
+                  int staging, double jitter, uint64_t seed, bool ordered) {
+    lab::Chains const chains = make_chains(chain_table, cycle_end, visit_table, rank_table, group, interleaved);
     if (sms < 1) throw py::value_error("num_sms is " + std::to_string(sms) + ", not positive");
     if (staging < 0) throw py::value_error("staging is negative");
     if (!(compute >= 0 && reduce >= 0 && signal >= 0 && chain >= 0)) throw py::value_error("a time is negative");
@@ -105,8 +105,8 @@ py::dict simulate(Table const& chain_table, Table const& cycle_end, Table const&
 
 void bind_lab(py::module_& m) {
     m.def("simulate", &simulate, py::kw_only(), "chain_table"_a, "cycle_end"_a, "visit_table"_a, "rank_table"_a,
-          "group"_a, "sms"_a, "compute"_a, "reduce"_a, "signal"_a, "chain"_a, "staging"_a, "jitter"_a, "seed"_a,
-          "ordered"_a);
+          "group"_a, "interleaved"_a, "sms"_a, "compute"_a, "reduce"_a, "signal"_a, "chain"_a, "staging"_a, "jitter"_a,
+          "seed"_a, "ordered"_a);
 }
 
 }  // namespace dash::bindings

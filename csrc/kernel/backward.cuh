@@ -32,6 +32,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         cutlass::arch::fence_barrier_init();
     }
     __syncthreads();
+    // The launch may overlap the end of the prepare kernel; what that kernel writes is needed from here on.
+    cudaGridDependencySynchronize();
 
     int const warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     if (warp < 4) {
@@ -53,8 +55,17 @@ cudaError_t launch_backward(KernelArguments const& args, int ctas, cudaStream_t 
     constexpr int kSharedBytes = sizeof(typename Configuration::Shared);
     cudaError_t const status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
     if (status != cudaSuccess) return status;
-    kernel<<<ctas, Configuration::kThreads, kSharedBytes, stream>>>(args, Policy(args.grid));
-    return cudaGetLastError();
+    cudaLaunchAttribute overlap{};
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = ctas;
+    config.blockDim = Configuration::kThreads;
+    config.dynamicSmemBytes = kSharedBytes;
+    config.stream = stream;
+    config.attrs = &overlap;
+    config.numAttrs = 1;
+    return cudaLaunchKernelEx(&config, kernel, args, Policy(args.grid));
 }
 
 }  // namespace dash

@@ -44,7 +44,6 @@ struct Loader {
                     claim};
             shared.chain_full[place.slot].arrive();
 
-            load_key_value(work, chain_count);
             int q_head = (work.kv_head * args.parts + work.part) * args.heads_per_part;
             int visit = 0;
 #pragma unroll 1
@@ -53,6 +52,8 @@ struct Loader {
                 int const rank = args.ordered ? policy.rank(work.kv_tile, q_tile) : -1;
                 load_query(work.batch, {q_head, q_tile, rank, policy.grid.contributors(q_tile)}, step);
                 load_dout(work.batch, q_head, q_tile, step);
+                // After the first query tile, whose stages are free before the last chain is done with its K and V.
+                if (step + work.steps == end) load_key_value(work, chain_count);
                 if (++visit == policy.visits(work.kv_tile)) visit = 0, ++q_head;
             }
         }

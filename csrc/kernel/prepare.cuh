@@ -51,12 +51,16 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(__grid_constan
         return static_cast<Element*>(view.data) + batch * view.batch_stride + head * view.head_stride +
                row * view.row_stride;
     };
+    // All loads first, so that their latencies pass together.
     uint4 out[kPasses], dout[kPasses];
+    float lse[kPasses];
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
         int const row = first_row + pass * (kPrepareThreads / kLanes);
         out[pass] = dout[pass] = uint4{};
+        lse[pass] = INFINITY;
         if (row < args.grid.seqlen_q) {
+            lse[pass] = __ldg(args.lse + (int64_t(batch) * args.heads_q + head) * args.grid.seqlen_q + row) * kLog2e;
             out[pass] = __ldg(reinterpret_cast<uint4 const*>(row_of(args.out, row)) + piece);
             dout[pass] = __ldg(reinterpret_cast<uint4 const*>(row_of(args.dout, row)) + piece);
         }
@@ -73,18 +77,15 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(__grid_constan
         for (int lane = kLanes / 2; lane > 0; lane /= 2) d += __shfl_xor_sync(0xffffffffu, d, lane);
 
         // A query that sees no key has probability 0 everywhere: 2^(S - inf).
-        float lse = INFINITY;
-        if (row < args.grid.seqlen_q)
-            lse = args.lse[(int64_t(batch) * args.heads_q + head) * args.grid.seqlen_q + row] * kLog2e;
-        if (lse == -INFINITY) lse = INFINITY;
+        if (lse[pass] == -INFINITY) lse[pass] = INFINITY;
         float const next_d = __shfl_down_sync(0xffffffffu, d, kLanes);
-        float const next_lse = __shfl_down_sync(0xffffffffu, lse, kLanes);
+        float const next_lse = __shfl_down_sync(0xffffffffu, lse[pass], kLanes);
 
         if (row >= args.grid.seqlen_q) continue;
         if (args.grid.contributors(row / args.grid.q_rows) == 0)
             reinterpret_cast<uint4*>(row_of(args.dq, row))[piece] = uint4{};
         else if (piece == 0 && row % 2 == 0)
-            *reinterpret_cast<float4*>(row_of(args.dq, row)) = float4{lse, next_lse, d, next_d};
+            *reinterpret_cast<float4*>(row_of(args.dq, row)) = float4{lse[pass], next_lse, d, next_d};
     }
 }
 

@@ -14,7 +14,8 @@ namespace dash::lab {
 
 struct Chains {
     int kv_tiles, q_tiles;
-    int group;                   // query heads that a chain walks, one after the other
+    int group;                   // query heads that a chain walks
+    bool interleaved;            // a query tile in all of them, then the next; else one head, then the next
     std::vector<int> head;       // by claim: which head, counted in chains
     std::vector<int> kv_tile;    // by claim
     std::vector<int> cycle_end;  // by claim: the first claim after the chains that may wait for it
@@ -112,12 +113,12 @@ class Simulator {
             int const kv = chains.kv_tile[claim], visits = chains.visits(kv);
             first_task.push_back(tasks);
             open_tasks.push_back(visits * chains.group);
-            for (int member = 0; member < chains.group; ++member) {
-                for (int step = 0; step < visits; ++step, ++tasks) {
-                    line.claim.push_back(claim);
-                    line.q_head.push_back(chains.head[claim] * chains.group + member);
-                    line.q_tile.push_back(chains.visit[int64_t(kv) * chains.q_tiles + step]);
-                }
+            for (int i = 0; i < visits * chains.group; ++i, ++tasks) {
+                int const member = chains.interleaved ? i % chains.group : i / visits;
+                int const step = chains.interleaved ? i / chains.group : i % visits;
+                line.claim.push_back(claim);
+                line.q_head.push_back(chains.head[claim] * chains.group + member);
+                line.q_tile.push_back(chains.visit[int64_t(kv) * chains.q_tiles + step]);
             }
         }
         first_task.push_back(tasks);
