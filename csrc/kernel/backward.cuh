@@ -19,16 +19,16 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if (threadIdx.x == 0) {
         shared.k_full.init(1);
         shared.v_full.init(1);
-        shared.kv_empty.init(Config::kMathWarps);
+        shared.kv_empty.init(Config::kMathThreads);
         for (auto& barrier : shared.q_full) barrier.init(1);
-        for (auto& barrier : shared.q_empty) barrier.init(Config::kMathWarps);
+        for (auto& barrier : shared.q_empty) barrier.init(Config::kMathThreads);
         for (auto& barrier : shared.dout_full) barrier.init(1);
-        for (auto& barrier : shared.dout_empty) barrier.init(Config::kMathWarps);
+        for (auto& barrier : shared.dout_empty) barrier.init(Config::kMathThreads);
         for (auto& barrier : shared.dq_total_full) barrier.init(1);
-        for (auto& barrier : shared.dq_full) barrier.init(Config::kMathWarps);
-        for (auto& barrier : shared.dq_empty) barrier.init(1);
+        for (auto& barrier : shared.dq_full) barrier.init(Config::kMathThreads);
+        for (auto& barrier : shared.dq_empty) barrier.init(32);
         for (auto& barrier : shared.chain_full) barrier.init(1);
-        for (auto& barrier : shared.chain_empty) barrier.init(Config::kMathWarps + Config::kWriterWarps);
+        for (auto& barrier : shared.chain_empty) barrier.init(Config::kMathThreads + Config::kWriterWarps * 32);
         cutlass::arch::fence_barrier_init();
     }
     __syncthreads();

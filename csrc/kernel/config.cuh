@@ -67,9 +67,9 @@ struct Config {
     static constexpr int kMathRegisters = kHeadDim == 128 ? 240 : 232;
     static_assert(kServiceRegisters * 128 + kMathRegisters * kMathThreads == 64512);
 
-    // Whether dP is issued before dV is done. With 128 queries a tile P's operand, the scores and dP do not
-    // fit into the registers together.
-    static constexpr bool kDvUnderway = kQRows == 64;
+    // Whether dK takes dS from the registers where it was made. With 128 queries a tile they are needed for
+    // other things, and dK takes it from shared memory like dQ.
+    static constexpr bool kDkFromRegisters = kQRows == 64;
 
     static_assert(kKvRows == 64 * kMathWarpgroups, "each math warpgroup owns 64 KV rows");
     static_assert(kHeadDim == 64 || kHeadDim == 128);

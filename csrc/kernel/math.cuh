@@ -13,9 +13,6 @@ namespace dash {
 //
 //   S^T = K Q^T    P = exp2(scale log2(e) S - LSE)    dV += P^T dO
 //   dP^T = V dO^T  dS = P (dP - D)                    dK += dS^T Q      dQ = dS K  (both warpgroups)
-//
-// dK and dQ of a query tile are issued one step late, behind the next tile's S, so that the exponentials
-// run while the tensor cores work on them.
 template <class Config>
 struct Math {
     using Shared = typename Config::Shared;
@@ -54,7 +51,6 @@ struct Math {
         Tensor dout = make_tensor(make_smem_ptr(shared.dout[0]), typename Config::DoutLayout{});
         Tensor doutt = make_tensor(make_smem_ptr(shared.dout[0]), typename Config::DoutTransposed{});
         Tensor dst = make_tensor(make_smem_ptr(shared.ds), typename Config::DsTransposed{});
-
         Tensor ds = make_tensor(make_smem_ptr(shared.ds), typename Config::DsLayout{});
 
         typename Config::MmaScores mma_scores;
@@ -75,28 +71,60 @@ struct Math {
             shared.q_full[place.slot].wait(place.parity);
             issue(mma_scores, key_operand(k), query_operand(q)(_, _, _, place.slot), s, true);
         };
-        auto const issue_dv = [&](Weights const& p) {
+        // P of a tile, slice by slice, and dV right behind: the tensor cores start on the first 16 queries
+        // while the exponentials of the others are under way.
+        auto const weigh = [&](Weights& p, int kv_tile) {
             DoutPlace const place(step);
             shared.dout_full[place.slot].wait(place.parity);
-            issue(mma_dv, p, column_operand(doutt)(_, _, _, place.slot), dv);
+            uint32_t const stage = QPlace(step).slot;
+            int const q_tile = shared.q_tile[stage];
+            if (args.grid.needs_mask(kv_tile, q_tile)) mask(s, kv_tile, q_tile);
+            Tensor dout_columns = column_operand(doutt)(_, _, _, place.slot);
+            warpgroup_fence_operand(dv);
+            mma_dv.accumulate_ = GMMA::ScaleOut::One;
+            CUTE_UNROLL
+            for (int slice = 0; slice < kScoreBlocks / 2; ++slice) {
+                probabilities(s, p, stage, slice);
+                warpgroup_arrive();
+                gemm(mma_dv, p(_, _, slice), dout_columns(_, _, slice), dv);
+            }
+            warpgroup_commit_batch();
         };
         auto const issue_dp = [&](Scores& dp) {
             issue(mma_scores, key_operand(v), query_operand(dout)(_, _, _, DoutPlace(step).slot), dp, true);
         };
-        auto const issue_dk = [&](uint32_t of_step) {
-            issue(mma_dk, slice(mma_dk).partition_fragment_A(ds), column_operand(qt)(_, _, _, QPlace(of_step).slot),
-                  dk);
+        // dS = P (dP - D) of a tile, and dK behind it in the same way, if dS stays in registers.
+        auto const differentiate = [&](Scores const& dp, Weights& weights) {
+            uint32_t const stage = QPlace(step).slot;
+            Tensor q_columns = column_operand(qt)(_, _, _, stage);
+            warpgroup_fence_operand(dk);
+            mma_dv.accumulate_ = GMMA::ScaleOut::One;
+            CUTE_UNROLL
+            for (int slice = 0; slice < kScoreBlocks / 2; ++slice) {
+                score_gradients(s, dp, weights, stage, slice);
+                if constexpr (Config::kDkFromRegisters) {
+                    warpgroup_arrive();
+                    gemm(mma_dv, weights(_, _, slice), q_columns(_, _, slice), dk);
+                }
+            }
+            if constexpr (Config::kDkFromRegisters) warpgroup_commit_batch();
         };
-        auto const issue_dq = [&] {
+        // dK, if dS does not stay in registers, and dQ, from the dS in shared memory.
+        auto const issue_dk_dq = [&](uint32_t of_step) {
+            if constexpr (!Config::kDkFromRegisters)
+                issue(mma_dk, slice(mma_dk).partition_fragment_A(ds), column_operand(qt)(_, _, _, QPlace(of_step).slot),
+                      dk);
             issue(mma_dq, slice(mma_dq).partition_fragment_A(dst), slice(mma_dq).partition_fragment_B(kt), dq, true);
         };
 
-        // Every stretch of arithmetic has a product of this warpgroup under way:
+        // The order of a tile j, so that the tensor cores have something to do beside the arithmetic:
         //
-        //   issue dP, dK of the tile before     dS = P (dP - D)      under dK
-        //   issue S of the next tile            publish dS           under S
-        //   issue dQ                            P of the next tile   under dQ
-        //   issue dV of the next tile           stage dQ             under dV
+        //   issue dP(j)
+        //   dS(j), slice by slice       dK(j) right behind (or further down, see kDkFromRegisters)
+        //   issue S(j+1)                publish dS(j) under it
+        //   issue dQ(j)
+        //   P(j+1), slice by slice      dV(j+1) right behind
+        //   stage dQ(j) under dV(j+1)
         allow_ds();
         for (uint32_t chain_count = 0;; ++chain_count) {
             typename Config::ChainPlace const chain(chain_count);
@@ -109,57 +137,45 @@ struct Math {
             shared.k_full.wait(chain_count & 1);
             issue_scores();
             warpgroup_wait<0>();
-            probabilities(s, QPlace(step).slot, work.kv_tile);
-            shared.v_full.wait(chain_count & 1);
+            warpgroup_fence_operand(s);
             {
                 Weights p;
-                pack(s, p);
-                issue_dv(p);
+                weigh(p, work.kv_tile);
                 warpgroup_wait<0>();
             }
+            shared.v_full.wait(chain_count & 1);
             uint32_t const end = step + work.steps;
-            for (bool first = true;; first = false) {
+            while (true) {
                 Weights weights;
                 {
                     Scores dp;
                     issue_dp(dp);
-                    if (first) {
-                        warpgroup_wait<0>();
-                    } else {
-                        issue_dk(step - 1);
-                        warpgroup_wait<1>();
-                    }
-                    release(shared.dout_empty[DoutPlace(step).slot]);
+                    warpgroup_wait<0>();
                     warpgroup_fence_operand(dp);
-                    score_gradients(s, dp, QPlace(step).slot);
-                    pack(dp, weights);
+                    release(shared.dout_empty[DoutPlace(step).slot]);
+                    differentiate(dp, weights);
                 }
                 if (++step == end) {
-                    warpgroup_wait<0>();
-                    if (!first) release(shared.q_empty[QPlace(step - 2).slot]);
                     publish_ds(weights);
+                    issue_dk_dq(step - 1);
                     break;
                 }
                 issue_scores();
-                warpgroup_wait<1>();
-                if (!first) release(shared.q_empty[QPlace(step - 2).slot]);
                 publish_ds(weights);
-                issue_dq();
-                warpgroup_wait<1>();
-                probabilities(s, QPlace(step).slot, work.kv_tile);
+                issue_dk_dq(step - 1);
+                warpgroup_wait<Config::kDkFromRegisters ? 1 : 2>();
+                warpgroup_fence_operand(s);
                 {
                     Weights p;
-                    pack(s, p);
-                    issue_dv(p);
+                    weigh(p, work.kv_tile);
                     warpgroup_wait<1>();
+                    release(shared.q_empty[QPlace(step - 1).slot]);
                     warpgroup_fence_operand(dq);
                     allow_ds();
                     stage_dq(dq, step - 1);
                     warpgroup_wait<0>();
                 }
             }
-            issue_dk(step - 1);
-            issue_dq();
             warpgroup_wait<0>();
             warpgroup_fence_operand(dk);
             warpgroup_fence_operand(dv);
@@ -195,30 +211,33 @@ struct Math {
         warpgroup_commit_batch();
     }
 
-    __device__ void probabilities(Scores& s, uint32_t stage, int kv_tile) {
-        cute::warpgroup_fence_operand(s);
-        int const q_tile = shared.q_tile[stage];
-        if (args.grid.needs_mask(kv_tile, q_tile)) mask(s, kv_tile, q_tile);
+    // P of 16 queries, in place and as an operand.
+    __device__ void probabilities(Scores& s, Weights& p, uint32_t stage, int slice) {
+        cute::Tensor words = cute::recast<uint32_t>(p);
         float const scale = args.scale_log2;
         int const column = lane() % 4;
 #pragma unroll
-        for (int b = 0; b < kScoreBlocks; ++b) {
+        for (int b = 2 * slice; b < 2 * slice + 2; ++b) {
             float2 const lse = reinterpret_cast<float2 const*>(&shared.statistics[stage][4 * b + column])[0];
 #pragma unroll
             for (int r = 0; r < 4; ++r) s(4 * b + r) = ptx::exp2(fmaf(s(4 * b + r), scale, r & 1 ? -lse.y : -lse.x));
+#pragma unroll
+            for (int h = 0; h < 2; ++h) words(2 * b + h) = ptx::pack<Element>(s(4 * b + 2 * h), s(4 * b + 2 * h + 1));
         }
-        // Here, under the products in flight, and not after the next wait, where the compiler would put it.
-        cute::warpgroup_fence_operand(s);
     }
 
-    // dP becomes dS = P (dP - D).
-    __device__ void score_gradients(Scores const& p, Scores& dp, uint32_t stage) {
+    // dS = P (dP - D) of 16 queries, as an operand.
+    __device__ void score_gradients(Scores const& p, Scores const& dp, Weights& ds, uint32_t stage, int slice) {
+        cute::Tensor words = cute::recast<uint32_t>(ds);
         int const column = lane() % 4;
 #pragma unroll
-        for (int b = 0; b < kScoreBlocks; ++b) {
+        for (int b = 2 * slice; b < 2 * slice + 2; ++b) {
             float2 const d = reinterpret_cast<float2 const*>(&shared.statistics[stage][4 * b + column])[1];
 #pragma unroll
-            for (int r = 0; r < 4; ++r) dp(4 * b + r) = p(4 * b + r) * (dp(4 * b + r) - (r & 1 ? d.y : d.x));
+            for (int h = 0; h < 2; ++h) {
+                int const r = 4 * b + 2 * h;
+                words(2 * b + h) = ptx::pack<Element>(p(r) * (dp(r) - d.x), p(r + 1) * (dp(r + 1) - d.y));
+            }
         }
     }
 
@@ -279,10 +298,11 @@ struct Math {
         release(shared.dq_full[step % Config::kWriterWarps]);
     }
 
-    // Every math warp arrives once.
-    __device__ void release(typename Config::Barrier& barrier) {
+    // Every thread arrives for itself. One arrival a warp measured no faster, and racecheck cannot follow it.
+    // Without __syncwarp ptxas finds too few registers for asynchronous products (C7512).
+    __device__ static void release(typename Config::Barrier& barrier) {
         __syncwarp();
-        if (lane() == 0) barrier.arrive();
+        barrier.arrive();
     }
 };
 

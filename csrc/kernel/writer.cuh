@@ -32,8 +32,7 @@ struct Writer {
 #pragma unroll 1
             for (uint32_t const end = step + work.steps; step < end; ++step)
                 if (int(step % Config::kWriterWarps) == writer) write_tile(work, step);
-            __syncwarp();
-            if (lane() == 0) shared.chain_empty[chain_count % Config::kChainSlots].arrive();
+            shared.chain_empty[chain_count % Config::kChainSlots].arrive();
         }
     }
 
@@ -47,8 +46,7 @@ struct Writer {
         bool complete = false;
         if (lane() == 0) complete = contribute(work, slot, staged);
         if (__shfl_sync(0xffffffffu, complete, 0)) finish(work.batch, slot, staged);
-        __syncwarp();
-        if (lane() == 0) shared.dq_empty[step % Config::kDqStages].arrive();
+        shared.dq_empty[step % Config::kDqStages].arrive();
     }
 
     // Adds the staged tile when its turn has come. Returns whether that was the last contribution; the
