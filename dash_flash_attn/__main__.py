@@ -7,6 +7,7 @@ import sys
 COMMANDS = {
     "info": "versions, the GPU, and whether the kernels can run on it",
     "demo": "train a small transformer twice and compare the two runs bit by bit",
+    "lab": "draw, simulate and compare the schedules, without a GPU",
 }
 
 

@@ -1,6 +1,6 @@
-"""What csrc/bindings offers: the schedules, the workspace's size, and the calls into the kernel library."""
+"""What csrc/bindings offers: the schedules, a simulator, the workspace's size, and calls into the kernels."""
 
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,6 +74,46 @@ class Shift(_Policy): ...
 class SymmetricShift(_Policy): ...
 
 Policy: TypeAlias = Naive | Descending | Shift | SymmetricShift
+
+class _Timeline(TypedDict):
+    """By task: claims in the order of issue, their steps in the order of execution. -1: it never happened."""
+
+    sm: NDArray[np.int32]
+    claim: NDArray[np.int32]
+    q_head: NDArray[np.int32]
+    q_tile: NDArray[np.int32]
+    compute_start: NDArray[np.float64]
+    compute_end: NDArray[np.float64]
+    staged: NDArray[np.float64]
+    reduce_start: NDArray[np.float64]
+    reduce_end: NDArray[np.float64]
+    claimed: NDArray[np.float64]
+    """By claim."""
+    unfinished: int
+    """Tasks that were never done; not 0: a deadlock."""
+
+def simulate(
+    *,
+    chain_table: NDArray[np.int32],
+    cycle_end: NDArray[np.int32],
+    visit_table: NDArray[np.int32],
+    rank_table: NDArray[np.int32],
+    group: int,
+    interleaved: bool,
+    sms: int,
+    compute: float,
+    reduce: float,
+    signal: float,
+    chain: float,
+    staging: int,
+    jitter: float,
+    seed: int,
+    ordered: bool,
+) -> _Timeline:
+    """Executes a schedule's tables on a model of the machine (csrc/lab/simulate.h): see lab.simulate.
+
+    ValueError for tables that are no permutations, or a number out of range.
+    """
 
 def tile_shape(head_dim: int) -> tuple[int, int]:
     """(queries, keys) a tile. ValueError unless positive."""

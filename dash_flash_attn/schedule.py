@@ -1,12 +1,20 @@
 """The schedules by name: in which sequence KV tiles visit query tiles, and in which order dQ is summed.
 
 The policies themselves are C++ (csrc/schedule/), the very code that the kernel runs. This module finds them
-by name and shows them as plain lists. The schedules are those of DASH, arXiv 2601.21824.
+by name, shows them as plain lists, and writes out whole plans of them. The schedules are those of DASH,
+arXiv 2601.21824.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from . import _native
 
@@ -86,3 +94,269 @@ class Schedule:
     def resident_ctas_needed(self) -> int:
         """How many CTAs must run at the same time for the schedule to make progress."""
         return self.policy.resident_ctas_needed()
+
+
+class Chain(NamedTuple):
+    """One claim of work: a KV tile of a head, and the query tiles that it visits, in that sequence.
+
+    `head` counts chain heads: with Plan.group > 1 the sequence is walked once for each of the query heads
+    head * group ... head * group + group - 1.
+    """
+
+    head: int
+    kv_tile: int
+    visits: tuple[int, ...]
+
+
+class UnsoundPlan(ValueError):
+    """A plan that does not compute dQ, or not to the end. The text names the pair of tiles at fault."""
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A schedule written out: chains in the order of issue, and ranks. `plan` and `plan_call` make it.
+
+    It is tables only, so that orders which are no policy yet can be made with `dataclasses.replace` and
+    `issued`, validated, and tried out in the lab.
+
+    Args:
+        name: what it is called in tables and pictures.
+        grid: the tiles of one head, and which of them meet.
+        group: how many query heads a chain walks.
+        chain_table: int (claims, 2), (head, KV tile) in the order of issue.
+        visit_table: int (KV tiles, query tiles), the query tile at each step, and -1 after a chain's end.
+        rank_table: int (KV tiles, query tiles), the rank, and -1 where the two do not meet.
+        cycle: int (KV tiles), equal for KV tiles of one head that may wait for each other both ways.
+        interleaved: a chain visits a query tile in each head of its group, and then the next tile; if not,
+            it walks one query head after the other, as the kernel does.
+    """
+
+    name: str
+    grid: _native.TileGrid
+    group: int
+    chain_table: NDArray[np.int32]
+    visit_table: NDArray[np.int32]
+    rank_table: NDArray[np.int32]
+    cycle: NDArray[np.int32]
+    interleaved: bool = False
+
+    @property
+    def num_heads(self) -> int:
+        """Chain heads: query heads / group."""
+        return len(self.chain_table) // len(self.visit_table)
+
+    @property
+    def num_tasks(self) -> int:
+        """Pairs of tiles over all query heads."""
+        return self.num_heads * self.group * int((self.visit_table >= 0).sum())
+
+    @property
+    def num_ctas_needed(self) -> int:
+        """The longest cycle: with as many co-resident CTAs, and with more, the plan makes progress."""
+        return int(np.bincount(self.cycle).max())
+
+    def visits(self, kv_tile: int) -> tuple[int, ...]:
+        """The query tiles that a KV tile's chain visits in each query head, in that sequence."""
+        row = self.visit_table[kv_tile].tolist()
+        return tuple(row[: row.index(-1)] if -1 in row else row)
+
+    @cached_property
+    def chains(self) -> tuple[Chain, ...]:
+        """The chains in the order of issue."""
+        visits = [self.visits(kv_tile) for kv_tile in range(len(self.visit_table))]
+        return tuple(Chain(head, kv_tile, visits[kv_tile]) for head, kv_tile in self.chain_table.tolist())
+
+    def rank(self, head: int, kv_tile: int, q_tile: int) -> int:
+        """The place of a KV tile in the sum of a query tile; the same in every head.
+
+        IndexError for a head, or a pair of tiles, that is not there.
+        """
+        if not 0 <= head < self.num_heads:
+            raise IndexError(f"head {head} is not in 0..{self.num_heads - 1}")
+        if min(kv_tile, q_tile) < 0 or self.rank_table[kv_tile, q_tile] < 0:
+            raise IndexError(f"KV tile {kv_tile} and query tile {q_tile} do not meet")
+        return int(self.rank_table[kv_tile, q_tile])
+
+    @property
+    def cycle_end(self) -> NDArray[np.int32]:
+        """(claims): the first claim after all chains of the claim's cycle."""
+        heads, kv_tiles = self.chain_table.T
+        cycles = heads * (int(self.cycle.max()) + 1) + self.cycle[kv_tiles]
+        last = np.zeros(cycles.max() + 1, np.int32)
+        np.maximum.at(last, cycles, np.arange(len(cycles), dtype=np.int32))
+        return last[cycles] + 1
+
+    def issued(self, order: ArrayLike, name: str | None = None) -> Plan:
+        """The same visits and ranks, so the same bits, with the claims in another order.
+
+        Args:
+            order: a permutation of the claims: which claim of this plan comes first, second, ...
+        """
+        return replace(self, name=name or self.name, chain_table=self.chain_table[np.asarray(order)])
+
+    def validate(self, num_ctas: int | None = None) -> None:
+        """Proves the plan sound, or raises UnsoundPlan, which names the first broken pair of tiles.
+
+        Sound: every chain is issued once; every pair of tiles that the mask leaves is visited once, and no
+        other; the ranks at each query tile are 0, 1, 2, ...; `num_ctas` co-resident CTAs (num_ctas_needed,
+        if None) that claim in the order of issue come to the end. A task that can go on stays so until it
+        is done, so that one execution decides about progress for all.
+        """
+        self._validate_chains()
+        self._validate_visits()
+        self._validate_ranks()
+        ctas = self.num_ctas_needed if num_ctas is None else num_ctas
+        line = _native.simulate(
+            **self.tables(), sms=ctas, compute=1.0, reduce=0.0, signal=0.0, chain=0.0, staging=0, jitter=0.0,
+            seed=0, ordered=True,
+        )  # fmt: skip
+        if line["unfinished"]:
+            raise UnsoundPlan(f"{self.name} stops with {ctas} CTAs: {self.blame(line)}")
+
+    def tables(self) -> dict[str, Any]:
+        """The arguments of _native.simulate that describe the plan."""
+        return {
+            "chain_table": self.chain_table,
+            "cycle_end": self.cycle_end,
+            "visit_table": self.visit_table,
+            "rank_table": self.rank_table,
+            "group": self.group,
+            "interleaved": self.interleaved,
+        }
+
+    def blame(self, line: dict[str, Any]) -> str:
+        """In words, one wait without end of a simulation that did not finish: which pair, and for whom."""
+        waiting = np.flatnonzero((line["compute_end"] >= 0) & (line["reduce_end"] < 0))
+        for task in waiting:
+            head, q_tile = int(line["q_head"][task]), int(line["q_tile"][task])
+            kv_tile = int(self.chain_table[line["claim"][task], 1])
+            before = self.rank_table[kv_tile, q_tile] - 1
+            holder = int(np.flatnonzero(self.rank_table[:, q_tile] == before)[0]) if before >= 0 else kv_tile
+            claim = np.flatnonzero((self.chain_table == (head // self.group, holder)).all(1))[0]
+            if line["claimed"][claim] < 0:
+                return (
+                    f"KV tile {kv_tile} waits at query tile {q_tile} of head {head} for KV tile {holder}, "
+                    "which no CTA is free to run"
+                )
+        task = waiting[0]
+        kv_tile = int(self.chain_table[line["claim"][task], 1])
+        return (
+            f"KV tile {kv_tile} waits at query tile {line['q_tile'][task]} of head {line['q_head'][task]}, "
+            "in a circle of running chains"
+        )
+
+    def _validate_chains(self) -> None:
+        kv_tiles = len(self.visit_table)
+        issued = Counter(map(tuple, self.chain_table.tolist()))
+        for pair in product(range(self.num_heads), range(kv_tiles)):
+            if (times := issued[pair]) != 1:
+                raise UnsoundPlan(f"{self.name} issues KV tile {pair[1]} of head {pair[0]} {times} times")
+
+    def _validate_visits(self) -> None:
+        for kv_tile in range(len(self.visit_table)):
+            needed = range(self.grid.first_query(kv_tile), self.grid.q_tiles())
+            visits = self.visits(kv_tile)
+            for q_tile in sorted({*needed, *visits}):
+                times, due = visits.count(q_tile), int(q_tile in needed)
+                if times != due:
+                    raise UnsoundPlan(
+                        f"{self.name}: KV tile {kv_tile} visits query tile {q_tile} {times} times, not {due}"
+                    )
+
+    def _validate_ranks(self) -> None:
+        for q_tile in range(self.grid.q_tiles()):
+            ranks = self.rank_table[: self.grid.contributors(q_tile), q_tile].tolist()
+            for kv_tile, rank in enumerate(ranks):
+                if not 0 <= rank < len(ranks) or ranks.index(rank) < kv_tile:
+                    raise UnsoundPlan(
+                        f"{self.name}: KV tile {kv_tile} has rank {rank} at query tile {q_tile}, which "
+                        f"is taken or not in 0..{len(ranks) - 1}"
+                    )
+
+
+def plan(
+    schedule: str,
+    num_q_tiles: int,
+    num_kv_tiles: int,
+    *,
+    causal: bool = False,
+    num_heads: int = 1,
+    group: int = 1,
+    tile_rows: tuple[int, int] = (1, 1),
+    heads_per_block: int | None = None,
+) -> Plan:
+    """A schedule for so many tiles, written out.
+
+    Args:
+        schedule: a name, see `schedule_name`.
+        num_q_tiles, num_kv_tiles: tiles a head.
+        causal: the mask's lower right corner is the matrix's: the last query tile sees all KV tiles.
+        num_heads: how many heads chains are issued for (with GQA: KV heads), over the whole batch.
+        group: query heads that a chain walks, one after the other.
+        tile_rows: (queries, keys) a tile. Only their ratio matters, and only under a causal mask.
+        heads_per_block: in place of the kernel's order of issue: blocks of so many heads, and in a block
+            the first cycle of each head, then the second one of each, and so on. The paper's symmetric
+            shift on n SMs is 2. It does not change the bits.
+
+    Raises ValueError for an unknown name or a size that is not positive.
+    """
+    q_rows, kv_rows = tile_rows
+    grid = _native.TileGrid(num_q_tiles * q_rows, num_kv_tiles * kv_rows, q_rows, kv_rows, causal)
+    return _write_out(make_policy(schedule, grid), num_heads, group, heads_per_block)
+
+
+def plan_call(
+    schedule: str,
+    batch: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    heads_q: int,
+    heads_k: int,
+    head_dim: int,
+    causal: bool = False,
+) -> Plan:
+    """The plan that the kernel follows in one backward call.
+
+    Args as of `Schedule`, and the heads of Q, and of K and V. Where the kernel cuts the query heads of a KV
+    head into parts, each part is a head of the plan.
+
+    Raises ValueError for an unknown name, a size that is not positive, or heads_k that don't divide heads_q.
+    """
+    policy = Schedule(schedule, seqlen_q, seqlen_k, head_dim, causal).policy
+    parts = _native.query_head_parts(heads_q, heads_k, policy.grid.kv_tiles())
+    return _write_out(policy, batch * heads_k * parts, heads_q // heads_k // parts, None)
+
+
+def _write_out(policy: _native.Policy, num_heads: int, group: int, heads_per_block: int | None) -> Plan:
+    if num_heads < 1 or group < 1:
+        raise ValueError(f"num_heads is {num_heads} and group {group}; both must be positive")
+    kv_tiles = policy.grid.kv_tiles()
+    if heads_per_block is None:
+        chain_table = policy.chain_table(num_heads)
+    else:
+        chain_table = _in_blocks(policy, num_heads, heads_per_block)
+    cycle = np.empty(kv_tiles, np.int32)
+    cycle[policy.chain_table(1)[:, 1]] = [policy.cycle_end(claim, 1) for claim in range(kv_tiles)]
+    return Plan(
+        policy.name, policy.grid, group, chain_table, policy.visit_table(), policy.rank_table(),
+        np.unique(cycle, return_inverse=True)[1].astype(np.int32),
+    )  # fmt: skip
+
+
+def _in_blocks(policy: _native.Policy, num_heads: int, heads_per_block: int) -> NDArray[np.int32]:
+    if heads_per_block < 1:
+        raise ValueError(f"heads_per_block is {heads_per_block}, not positive")
+    order = policy.chain_table(1)[:, 1]
+    ends = [policy.cycle_end(claim, 1) for claim in range(len(order))]
+    cycles = np.split(order, np.unique(ends)[:-1])
+    heads = range(num_heads)
+    return np.array(
+        [
+            (head, kv_tile)
+            for first in heads[::heads_per_block]
+            for cycle in cycles
+            for head in heads[first : first + heads_per_block]
+            for kv_tile in cycle
+        ],
+        np.int32,
+    )

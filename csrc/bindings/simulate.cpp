@@ -34,8 +34,14 @@ lab::Chains make_chains(Table const& chain_table, Table const& cycle_end, Table 
         throw py::value_error("cycle_end has not one entry a claim");
     if (group < 1) throw py::value_error("group is " + std::to_string(group) + ", not positive");
 
-    lab::Chains chains{int(visit.shape(0)), int(visit.shape(1)), group,       {}, {},
-                       values(cycle_end),   values(visit),       values(rank)};
+    lab::Chains chains;
+    chains.kv_tiles = int(visit.shape(0));
+    chains.q_tiles = int(visit.shape(1));
+    chains.group = group;
+    chains.interleaved = interleaved;
+    chains.cycle_end = values(cycle_end);
+    chains.visit = values(visit);
+    chains.rank = values(rank);
     int const claims = int(chain_table.shape(0));
     auto const pairs = chain_table.unchecked<2>();
     for (int claim = 0; claim < claims; ++claim) {
@@ -97,8 +103,7 @@ py::dict simulate(Table const& chain_table, Table const& cycle_end, Table const&
                     "q_tile"_a = array(line.q_tile), "compute_start"_a = array(line.compute_start),
                     "compute_end"_a = array(line.compute_end), "staged"_a = array(line.staged),
                     "reduce_start"_a = array(line.reduce_start), "reduce_end"_a = array(line.reduce_end),
-                    "claimed"_a = array(line.claimed), "started"_a = array(line.started),
-                    "unfinished"_a = line.unfinished);
+                    "claimed"_a = array(line.claimed), "unfinished"_a = line.unfinished);
 }
 
 }  // namespace

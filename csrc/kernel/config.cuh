@@ -137,7 +137,7 @@ struct Config {
         alignas(1024) Element q[kQStages][kQRows * kHeadDim];
         alignas(1024) Element dout[kDoutStages][kQRows * kHeadDim];
         alignas(1024) Element ds[kKvRows * kQRows];
-        alignas(1024) float dq[kDqStages][kDqTileFloats];      // in fragment order
+        alignas(1024) float dq[kDqStages][kDqTileFloats];      // see StagedTile
         alignas(128) float4 statistics[kQStages][kQRows / 2];  // (LSE, LSE, D, D) of two neighbouring queries
         int q_tile[kQStages];
         StepSlot step[kStepSlots];

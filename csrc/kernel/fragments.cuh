@@ -9,8 +9,8 @@ namespace dash {
 //   register 4 b + 0, 1:  row 16 w + l / 4,      columns 8 b + 2 (l % 4) + 0, 1
 //   register 4 b + 2, 3:  row 16 w + l / 4 + 8,  the same columns
 //
-// A sum in global memory keeps this order ("fragment order"): its register quadruples, as float4, are
-// [warpgroup][block][thread of the warpgroup], so that a warp always touches 512 contiguous bytes.
+// Sums of dK and dV in global memory keep this order ("fragment order"): their register quadruples, as
+// float4, are [warpgroup][block][thread of the warpgroup], so that a warp always touches 512 contiguous bytes.
 
 // Four lanes of a row hold column pairs of four blocks each; afterwards lane i holds block i whole.
 __device__ __forceinline__ void transpose_quad(uint32_t (&words)[4]) {
@@ -40,5 +40,12 @@ __device__ __forceinline__ void store_blocks(uint32_t (&words)[4], Element* firs
     if (valid)
         *reinterpret_cast<uint4*>(first + threadIdx.x % 4 * 8) = make_uint4(words[0], words[1], words[2], words[3]);
 }
+
+// A staged dQ tile: rows of fp32, of which the pieces of 16 bytes are permuted so that neither the stores
+// of an accumulator's quads nor the loads of rows meet in a bank. Its sum in global memory has the same order.
+template <class Config>
+struct StagedTile {
+    __device__ static int offset(int row, int column) { return row * Config::kHeadDim + (column ^ (row % 4 * 8)); }
+};
 
 }  // namespace dash

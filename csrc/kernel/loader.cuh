@@ -69,8 +69,8 @@ struct Loader {
             typename Config::ChainPlace const previous(chain_count - 1);
             int const running = shared.work[previous.slot].claim;
             int const cycle_end = policy.cycle_end(running, args.chain_heads);
-            if (cycle_end > running + 1 && int(ptx::load_relaxed(args.claims)) < cycle_end)
-                shared.chain_empty[previous.slot].wait(previous.parity);
+            bool const one_cycle = cycle_end > running + 1 && int(ptx::load_relaxed(args.claims)) < cycle_end;
+            if (Policy::kWaitsInLine || one_cycle) shared.chain_empty[previous.slot].wait(previous.parity);
         }
         return int(atomicAdd(args.claims, 1u));
     }

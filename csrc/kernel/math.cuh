@@ -73,12 +73,10 @@ struct Math {
         };
         // P of a tile, slice by slice, and dV right behind: the tensor cores start on the first 16 queries
         // while the exponentials of the others are under way.
-        auto const weigh = [&](Weights& p, int kv_tile) {
+        auto const weigh = [&](Weights& p, int kv_tile, bool masked) {
             DoutPlace const place(step);
-            shared.dout_full[place.slot].wait(place.parity);
             uint32_t const stage = QPlace(step).slot;
-            int const q_tile = shared.q_tile[stage];
-            if (args.grid.needs_mask(kv_tile, q_tile)) mask(s, kv_tile, q_tile);
+            if (masked) mask(s, kv_tile, shared.q_tile[stage]);
             Tensor dout_columns = column_operand(doutt)(_, _, _, place.slot);
             warpgroup_fence_operand(dv);
             mma_dv.accumulate_ = GMMA::ScaleOut::One;
@@ -136,11 +134,12 @@ struct Math {
 
             shared.k_full.wait(chain_count & 1);
             issue_scores();
+            bool masked = prepare_weights(step, work.kv_tile);
             warpgroup_wait<0>();
             warpgroup_fence_operand(s);
             {
                 Weights p;
-                weigh(p, work.kv_tile);
+                weigh(p, work.kv_tile, masked);
                 warpgroup_wait<0>();
             }
             shared.v_full.wait(chain_count & 1);
@@ -163,11 +162,12 @@ struct Math {
                 issue_scores();
                 publish_ds(weights);
                 issue_dk_dq(step - 1);
+                masked = prepare_weights(step, work.kv_tile);
                 warpgroup_wait<Config::kDkFromRegisters ? 1 : 2>();
                 warpgroup_fence_operand(s);
                 {
                     Weights p;
-                    weigh(p, work.kv_tile);
+                    weigh(p, work.kv_tile, masked);
                     warpgroup_wait<1>();
                     release(shared.q_empty[QPlace(step - 1).slot]);
                     warpgroup_fence_operand(dq);
@@ -209,6 +209,13 @@ struct Math {
             mma.accumulate_ = GMMA::ScaleOut::One;
         }
         warpgroup_commit_batch();
+    }
+
+    // What can be done before S is there: waits for dO and tells whether the tile needs the mask.
+    __device__ bool prepare_weights(uint32_t step, int kv_tile) {
+        DoutPlace const place(step);
+        shared.dout_full[place.slot].wait(place.parity);
+        return args.grid.needs_mask(kv_tile, shared.q_tile[QPlace(step).slot]);
     }
 
     // P of 16 queries, in place and as an operand.
@@ -285,15 +292,20 @@ struct Math {
         cutlass::arch::NamedBarrier::sync(Config::kMathThreads, uint32_t(WarpBarrier::math));
     }
 
-    // Hands a dQ block to the writers, in fragment order.
+    // Hands a dQ block to the writers.
     __device__ void stage_dq(DqBlock const& dq, uint32_t step) {
         typename Config::DqPlace const place(step);
         shared.dq_empty[place.slot].wait(place.parity ^ 1);
-        auto* target =
-            reinterpret_cast<float4*>(shared.dq[place.slot]) + warpgroup() * 8 * 128 + ptx::thread_index() % 128;
+        float* const tile = shared.dq[place.slot];
+        constexpr bool kSplitColumns = Config::kQRows == 64;  // how the two warpgroups share the tile
+        int const row = (kSplitColumns ? 0 : warpgroup() * 64) + warp() * 16 + lane() / 4;
+        int const column = (kSplitColumns ? warpgroup() * 64 : 0) + lane() % 4 * 2;
 #pragma unroll
         for (int b = 0; b < 8; ++b)
-            target[b * 128] = make_float4(dq(4 * b), dq(4 * b + 1), dq(4 * b + 2), dq(4 * b + 3));
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                *reinterpret_cast<float2*>(tile + StagedTile<Config>::offset(row + 8 * half, column + 8 * b)) =
+                    make_float2(dq(4 * b + 2 * half), dq(4 * b + 2 * half + 1));
         cutlass::arch::fence_view_async_shared();
         release(shared.dq_full[step % Config::kWriterWarps]);
     }

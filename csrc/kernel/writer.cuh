@@ -86,29 +86,23 @@ struct Writer {
         return true;
     }
 
-    // Scales, converts and writes the rows of a complete tile, 8 rows and 32 columns a warp at a time.
+    // Scales, converts and writes a complete tile, 8 columns of a row at a time.
     __device__ void finish(int batch, StepSlot const& slot, float const* total) {
-        constexpr int kTurnsAWarp = 2 * 2;  // upper and lower rows, 32 columns each
+        constexpr int kPiecesARow = Config::kHeadDim / 8;
         Element* const dq =
             static_cast<Element*>(args.dq.data) + batch * args.dq.batch_stride + slot.q_head * args.dq.head_stride;
 #pragma unroll 1
-        for (int turn = 0; turn < Config::kMathWarps * kTurnsAWarp; ++turn) {
-            int const warp = turn / kTurnsAWarp;  // the math warp whose fragments these are
-            int const half = turn & 1;
-            int const block = turn / 2 % 2 * 4;
-            auto const* fragments = reinterpret_cast<float2 const*>(total) +
-                                    (((warp / 4 * 8 + block) * 128) + warp % 4 * 32 + lane()) * 2 + half;
-            uint32_t words[4];
-#pragma unroll
-            for (int b = 0; b < 4; ++b) {
-                float2 const f = fragments[b * 256];
-                words[b] = ptx::pack<Element>(f.x * args.scale, f.y * args.scale);
-            }
-            constexpr bool kSplitColumns = Config::kQRows == 64;  // how the two warpgroups share the tile
-            int const row = slot.q_tile * Config::kQRows + (kSplitColumns ? 0 : warp / 4 * 64) + warp % 4 * 16 +
-                            half * 8 + lane() / 4;
-            int const column = (kSplitColumns ? warp / 4 * 64 : 0) + block * 8;
-            store_blocks<Element>(words, dq + row * args.dq.row_stride + column, row < args.grid.seqlen_q);
+        for (int piece = lane(); piece < Config::kDqTileFloats / 8; piece += 32) {
+            int const row = piece / kPiecesARow;
+            int const column = piece % kPiecesARow * 8;
+            auto const a = *reinterpret_cast<float4 const*>(total + StagedTile<Config>::offset(row, column));
+            auto const b = *reinterpret_cast<float4 const*>(total + StagedTile<Config>::offset(row, column + 4));
+            float const scale = args.scale;
+            uint4 const words{
+                ptx::pack<Element>(a.x * scale, a.y * scale), ptx::pack<Element>(a.z * scale, a.w * scale),
+                ptx::pack<Element>(b.x * scale, b.y * scale), ptx::pack<Element>(b.z * scale, b.w * scale)};
+            int const query = slot.q_tile * Config::kQRows + row;
+            if (query < args.grid.seqlen_q) *reinterpret_cast<uint4*>(dq + query * args.dq.row_stride + column) = words;
         }
     }
 };

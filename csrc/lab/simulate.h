@@ -48,8 +48,8 @@ struct Timeline {
     std::vector<double> compute_start, compute_end;
     std::vector<double> staged;  // when the SM could go on: compute_end, or later if no buffer was free
     std::vector<double> reduce_start, reduce_end;
-    std::vector<double> claimed, started;  // by claim; between them an SM may drain the chain before
-    int64_t unfinished = 0;                // tasks; not 0: a deadlock
+    std::vector<double> claimed;  // by claim
+    int64_t unfinished = 0;       // tasks; not 0: a deadlock
 };
 
 class Simulator {
@@ -126,7 +126,6 @@ class Simulator {
         for (auto* times : {&line.compute_start, &line.compute_end, &line.staged, &line.reduce_start, &line.reduce_end})
             times->assign(tasks, kNever);
         line.claimed.assign(chains.claims(), kNever);
-        line.started.assign(chains.claims(), kNever);
         place.assign(tasks, -1);
         blocked.assign(tasks, 0);
     }
@@ -168,7 +167,6 @@ class Simulator {
             state.claim = claim;
             line.claimed[claim] = now;
             now += machine.chain;
-            line.started[claim] = now;
             if (open_tasks[claim] == 0) continue;
             start(first_task[claim], sm, now);
             return;

@@ -17,6 +17,7 @@ namespace dash::schedule {
 // A chain waits for chains issued before it only.
 struct Descending {
     static constexpr char const* kName = "descending";
+    static constexpr bool kWaitsInLine = true;
     TileGrid grid;
 
     DASH_HD explicit Descending(TileGrid const& g) : grid(g) {}

@@ -13,6 +13,7 @@ namespace dash::schedule {
 //   KV 3     q0  q1  q2  q3        resident CTAs makes progress.
 struct Naive {
     static constexpr char const* kName = "naive";
+    static constexpr bool kWaitsInLine = true;
     TileGrid grid;
 
     DASH_HD explicit Naive(TileGrid const& g) : grid(g) {}

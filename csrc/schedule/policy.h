@@ -7,6 +7,8 @@
 //   rank(kv_tile, q_tile)      the place of its contribution in the query tile's sum
 //   chain(claim, heads)        the order in which chains are issued
 //   cycle_end(claim, heads)    chains of one cycle wait for each other: the first claim after the cycle
+//   kWaitsInLine               whole chains wait in line for each other, so a CTA whose chain waits had
+//                              better not hold a second one that others are waiting for
 //   slot(kv_tile)              the CTA, within a cycle, that the schedule has in mind for it
 //   resident_ctas_needed()     the longest cycle
 //

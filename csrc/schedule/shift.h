@@ -15,6 +15,7 @@ namespace dash::schedule {
 // order, and groups wait for groups issued before them only.
 struct Shift {
     static constexpr char const* kName = "shift";
+    static constexpr bool kWaitsInLine = false;
     TileGrid grid;
     CyclicGroups cycle;
 

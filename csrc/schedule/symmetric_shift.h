@@ -23,6 +23,7 @@ namespace dash::schedule {
 // No deadlock: 1 waits within 1, 2 within its group's 1 and 2 and groups before, 3 for lower KV tiles.
 struct SymmetricShift {
     static constexpr char const* kName = "symmetric_shift";
+    static constexpr bool kWaitsInLine = false;
     TileGrid grid;
     int lower;   // h: KV tiles below it rotate, the others descend
     int corner;  // H: the first query tile of the rectangle

@@ -1,0 +1,124 @@
+"""Which schedule a call runs on, why, and what each alternative would cost, by the lab's pipelined model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..ops import auto_schedule
+from ..schedule import SCHEDULES, plan_call, schedule_name
+from .simulate import Costs, simulate
+
+H200_SMS = 132
+
+# In microseconds, by head dimension. `reduce` and `signal` are measured hops of the order. `compute` and
+# `chain` make the model agree with backward times of 512 and 16,384 tokens; docs/lab.md has the figures.
+H200_COSTS = {
+    64: Costs(compute=2.7, reduce=1.0, signal=0.5, chain=11.0),
+    128: Costs(compute=2.7, reduce=1.0, signal=0.5, chain=11.0),
+}
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What the model says about one schedule. Times in microseconds, of the main kernel alone."""
+
+    schedule: str
+    resident_ctas_needed: int
+    time: float | None
+    """None: it needs more resident CTAs than there are SMs, and the call would be refused."""
+    stall_share: float | None
+    """The part of all SMs' time spent waiting for turns and buffers."""
+    idle_share: float | None
+    """The part of all SMs' time without work, at the end."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The answer of `explain`. As text, it is a few lines to read."""
+
+    call: str
+    schedule: str
+    reason: str
+    lower_bound: float
+    """Microseconds; no schedule of these tiles is faster on the model."""
+    forecasts: tuple[Forecast, ...]
+    """One for each schedule, in the order of SCHEDULES."""
+
+    def __str__(self) -> str:
+        lines = [f"{self.call}: {self.schedule}", self.reason, ""]
+        for f in self.forecasts:
+            mark = "*" if f.schedule == self.schedule else " "
+            if f.time is None:
+                lines.append(f"{mark} {f.schedule:<16} needs {f.resident_ctas_needed} resident CTAs")
+                continue
+            shares = f"{f.stall_share:>8.1%} stalled{f.idle_share:>8.1%} idle"
+            lines.append(f"{mark} {f.schedule:<16}{f.time:>9.0f} us{shares}")
+        lines.append(f"  {'lower bound':<16}{self.lower_bound:>9.0f} us")
+        return "\n".join(lines)
+
+
+def explain(
+    batch: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    heads_q: int,
+    heads_k: int,
+    head_dim: int,
+    causal: bool = False,
+    *,
+    schedule: str = "auto",
+    num_sms: int = H200_SMS,
+    costs: Costs | None = None,
+) -> Explanation:
+    """Says which schedule a backward call takes and why, and predicts all of them.
+
+    Args:
+        batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim, causal: the call's sizes.
+        schedule: the call's argument.
+        num_sms: SMs of the device, less sm_margin.
+        costs: in microseconds; H200_COSTS of the head dimension, if None.
+
+    Raises ValueError for an unknown schedule or sizes that are no call.
+    """
+    asked = schedule if schedule == "auto" else schedule_name(schedule)
+    chosen = auto_schedule(seqlen_q, seqlen_k, head_dim, causal) if asked == "auto" else asked
+    if costs is None:
+        if head_dim not in H200_COSTS:
+            raise ValueError(f"head_dim is {head_dim}, and costs are known for {sorted(H200_COSTS)}")
+        costs = H200_COSTS[head_dim]
+
+    forecasts = []
+    for name in SCHEDULES:
+        plan = plan_call(name, batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim, causal)
+        if plan.num_ctas_needed > num_sms:
+            forecasts.append(Forecast(name, plan.num_ctas_needed, None, None, None))
+            continue
+        run = simulate(
+            plan, num_sms, costs.compute, costs.reduce, costs.signal, "pipelined", chain=costs.chain
+        )
+        idle_share = float(run.idle.mean()) / run.makespan
+        forecasts.append(Forecast(name, plan.num_ctas_needed, run.makespan, run.stall_share, idle_share))
+        bound = run.lower_bound  # of the tiles alone, so the same for every schedule
+
+    mask = "causal" if causal else "full"
+    call = f"batch {batch}, {seqlen_q} x {seqlen_k}, {heads_q}/{heads_k} heads, d {head_dim}, {mask}"
+    reason = _reason(asked, causal, next(f for f in forecasts if f.schedule == chosen), forecasts, num_sms)
+    return Explanation(call, chosen, reason, bound, tuple(forecasts))
+
+
+def _reason(asked: str, causal: bool, chosen: Forecast, forecasts: list[Forecast], num_sms: int) -> str:
+    if asked != "auto":
+        rule = f"The call asks for {asked}."
+    elif causal:
+        rule = f'Under a causal mask "auto" is {chosen.schedule}: long and short chains share a CTA.'
+    else:
+        rule = f'Without a mask "auto" is {chosen.schedule}: no two chains of a cycle meet.'
+    if chosen.time is None:
+        return f"{rule} It needs {chosen.resident_ctas_needed} SMs and there are {num_sms}: it is refused."
+    others = [f for f in forecasts if f.time is not None and f.schedule != chosen.schedule]
+    best = min(others, key=lambda f: f.time)
+    change = best.time / chosen.time - 1
+    if abs(change) < 0.0005:
+        return f"{rule} {best.schedule} takes the same time."
+    word = "slower" if change > 0 else "faster"
+    return f"{rule} The best other one, {best.schedule}, is predicted to be {abs(change):.1%} {word}."

@@ -1,0 +1,563 @@
+"""The lab: plans, the simulator, the theorems of DASH, and what the lab found beyond them."""
+
+import random
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dash_flash_attn import _native
+from dash_flash_attn.lab import Costs, Deadlock, lower_bound, simulate
+from dash_flash_attn.lab.dag import Cycle, critical_path, depths, schedule_time, shortest
+from dash_flash_attn.lab.explain import explain
+from dash_flash_attn.ops import auto_schedule
+from dash_flash_attn.schedule import SCHEDULES, Schedule, UnsoundPlan, make_policy, plan, plan_call
+
+# Binary fractions, so that sums are exact and makespans can be compared for equality.
+C, R = 1.0, 0.25
+TASK = C + R
+
+KERNEL = {"compute": 2.75, "reduce": 1.0, "signal": 0.5, "model": "pipelined"}  # microseconds on an H200
+
+
+def needed(n, causal):
+    return [list(range(kv if causal else 0, n)) for kv in range(n)]
+
+
+# Plans.
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_plan_is_the_policy_written_out(name, causal):
+    p = plan(name, 10, 6, causal=causal, num_heads=3, group=2, tile_rows=(3, 5))
+    policy = make_policy(name, _native.TileGrid(30, 30, 3, 5, causal))
+    assert [(c.head, c.kv_tile) for c in p.chains] == [policy.chain(claim, 3) for claim in range(18)]
+    for chain in p.chains:
+        kv = chain.kv_tile
+        assert chain.visits == tuple(policy.visit(kv, step) for step in range(policy.visits(kv)))
+        assert all(p.rank(chain.head, kv, q) == policy.rank(kv, q) for q in chain.visits)
+    assert p.cycle_end.tolist() == [policy.cycle_end(claim, 3) for claim in range(18)]
+    assert (p.num_heads, p.num_tasks) == (3, 6 * sum(map(policy.visits, range(6))))
+    assert p.num_ctas_needed == policy.resident_ctas_needed()
+    p.validate()
+
+
+def test_rank_of_pairs_that_do_not_meet():
+    p = plan("naive", 4, 4, causal=True, num_heads=2)
+    assert p.rank(1, 2, 3) == 2
+    for wrong in ((2, 2, 3), (0, 3, 2), (0, -1, 3), (0, 0, 4)):
+        with pytest.raises(IndexError):
+            p.rank(*wrong)
+
+
+def test_the_plan_of_a_call_is_the_kernels():
+    # 4 KV heads of 2 query heads each and 16 KV tiles: 64 chains an entry, so the group is cut into two.
+    p = plan_call("shift", 3, 2048, 2048, 8, 4, 128, causal=False)
+    assert _native.query_head_parts(8, 4, 16) == 2
+    assert (p.num_heads, p.group) == (3 * 4 * 2, 1)
+    assert (p.grid.q_tiles(), p.grid.kv_tiles()) == (32, 16)
+    schedule = Schedule("shift", 2048, 2048, 128)
+    assert [(c.head, c.kv_tile) for c in p.chains] == schedule.chains(24)
+    assert plan_call("shift", 1, 2048, 2048, 64, 8, 128).group == 8
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_blocks_of_heads(name):
+    p = plan(name, 8, 8, causal=True, num_heads=6)
+    in_block = {"naive": 1, "descending": 1, "shift": 16, "symmetric_shift": 32}[name]
+    assert plan(name, 8, 8, causal=True, num_heads=6, heads_per_block=in_block).chains == p.chains
+    other = plan(name, 8, 8, causal=True, num_heads=6, heads_per_block=2)
+    other.validate()
+    assert sorted(other.chains) == sorted(p.chains)
+    assert {c.head for c in other.chains[:16]} == {0, 1}
+    with pytest.raises(ValueError, match="heads_per_block"):
+        plan(name, 8, 8, num_heads=6, heads_per_block=0)
+
+
+@st.composite
+def random_plans(draw):
+    return plan(
+        draw(st.sampled_from(SCHEDULES)),
+        draw(st.integers(1, 24)),
+        draw(st.integers(1, 24)),
+        causal=draw(st.booleans()),
+        num_heads=draw(st.integers(1, 5)),
+        group=draw(st.integers(1, 3)),
+        tile_rows=draw(st.sampled_from([(1, 1), (1, 2), (2, 1)])),
+        heads_per_block=draw(st.sampled_from([None, 1, 2, 4])),
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(random_plans(), st.integers(0, 5))
+def test_plans_are_sound_on_as_many_ctas_as_they_need(p, more):
+    p.validate()
+    p.validate(p.num_ctas_needed + more)
+    replace(p, interleaved=True).validate()
+
+
+def test_unsound_plans_name_the_pair():
+    p = plan("symmetric_shift", 4, 4, causal=True, num_heads=2)
+
+    def changed(field, at, value):
+        table = getattr(p, field).copy()
+        table[at] = value
+        return replace(p, **{field: table})
+
+    for broken, words in (
+        (changed("chain_table", 3, p.chain_table[0]), "issues KV tile 0 of head 0 2 times"),
+        (changed("visit_table", (1, 2), 3), "KV tile 1 visits query tile 1 0 times, not 1"),
+        (changed("visit_table", (3, 1), 1), "KV tile 3 visits query tile 1 1 times, not 0"),
+        (changed("rank_table", (2, 3), 0), "KV tile 2 has rank 0 at query tile 3"),
+        (changed("rank_table", (2, 3), 4), "KV tile 2 has rank 4 at query tile 3"),
+    ):
+        with pytest.raises(UnsoundPlan, match=words):
+            broken.validate()
+    # Two KV tiles that wait for each other: 0 visits query tile 0 first and is second there, and 1 likewise.
+    q = plan("naive", 2, 2)
+    circle = replace(
+        q, visit_table=np.array([[0, 1], [1, 0]]), rank_table=np.array([[1, 0], [0, 1]]), name="circle"
+    )
+    with pytest.raises(UnsoundPlan, match="circle stops with 9 CTAs: KV tile 0 waits at query tile 0"):
+        circle.validate(9)
+
+
+@pytest.mark.parametrize("n", [2, 5, 8, 64])
+def test_a_cycle_needs_its_ctas(n):
+    p = plan("shift", n, n, num_heads=2)
+    p.validate(n)
+    with pytest.raises(UnsoundPlan, match="which no CTA is free to run"):
+        p.validate(n - 1)
+    with pytest.raises(Deadlock, match="no CTA is free"):
+        simulate(p, n - 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(random_plans(), st.integers(1, 30))
+def test_progress_as_the_claiming_model_of_the_kernel_says(p, ctas):
+    if p.group > 1 or p.chain_table.tolist() != plan_order(p):
+        return
+    policy = make_policy(p.name, p.grid)
+    expected = policy.completes(p.num_heads, ctas, claim_ahead=False)
+    try:
+        simulate(p, ctas)
+    except Deadlock:
+        assert not expected
+    else:
+        assert expected
+
+
+def plan_order(p):
+    return make_policy(p.name, p.grid).chain_table(p.num_heads).tolist()
+
+
+# The simulator.
+
+
+def events_of_sm(run, sm):
+    mine = np.flatnonzero(run.events.sm == sm)
+    return mine[np.argsort(run.events.compute_start[mine], kind="stable")]
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    random_plans(),
+    st.sampled_from(["paper", "pipelined"]),
+    st.integers(0, 20),
+    st.sampled_from([(1.0, 0.25, 0.0, 0.0), (1.0, 0.5, 0.25, 2.0), (1.0, 2.0, 1.0, 0.5)]),
+    st.integers(1, 3),
+    st.booleans(),
+)
+def test_what_every_execution_obeys(p, model, more_sms, costs, staging, unordered):
+    c, r, s, chain = costs
+    sms = p.num_ctas_needed + more_sms
+    run = simulate(
+        p, sms, c, r, s, model, chain=chain, staging=staging, jitter=0.2, seed=7, unordered=unordered
+    )
+    e, plain = run.events, simulate(p, sms, c, r, s, model, chain=chain, staging=staging, unordered=unordered)
+    assert len(e) == p.num_tasks
+    assert plain.makespan >= plain.lower_bound * (1 - 1e-12)
+    assert np.all((e.compute_end - e.compute_start >= 0.8 * c) & (e.compute_end - e.compute_start <= 1.2 * c))
+    assert np.allclose(e.reduce_end - e.reduce_start, r)
+    assert np.all((e.compute_end <= e.staged) & (e.staged <= e.reduce_start))
+    for sm in range(sms):
+        mine = events_of_sm(run, sm)
+        free = e.reduce_end if model == "paper" else e.staged
+        assert np.all(e.compute_start[mine[1:]] >= free[mine[:-1]])
+        if model == "pipelined":
+            assert np.all(e.staged[mine[staging:]] >= e.reduce_end[mine[:-staging]])
+        # All tasks of a claim are on one SM, and SMs claim in the order of issue.
+        assert np.all(np.diff(e.claim[mine]) >= 0)
+    assert np.all(np.bincount(e.claim, minlength=1) >= 0)
+    assert all(len(set(e.sm[e.claim == claim])) == 1 for claim in set(e.claim.tolist()))
+    assert np.all(np.diff(run.claimed) >= -chain)
+    if not unordered:
+        ranks = p.rank_table[p.chain_table[e.claim, 1], e.q_tile]
+        order = np.lexsort((ranks, e.q_tile, e.q_head))
+        same = (e.q_head[order][1:] == e.q_head[order][:-1]) & (e.q_tile[order][1:] == e.q_tile[order][:-1])
+        gap = e.reduce_start[order][1:] - e.reduce_end[order][:-1]
+        assert np.all(gap[same] >= s - 1e-9)
+    np.testing.assert_allclose(run.busy + run.stalled + run.idle, run.makespan)
+    assert min(run.stalled.min(), run.idle.min()) >= -1e-9
+    assert run.makespan == e.reduce_end.max()
+
+
+def test_a_hand_made_case():
+    # Two KV tiles at one query tile, ranks 0 and 1, in both models.
+    p = plan("naive", 1, 2)
+    run = simulate(p, 2, 1.0, 0.25, 0.5)
+    assert run.events.reduce_start.tolist() == [1.0, 1.75]
+    assert run.makespan == 2.0 == run.lower_bound
+    assert (run.busy.tolist(), run.stalled.tolist()) == ([1.25, 1.25], [0.0, 0.75])
+    assert run.idle.tolist() == [0.75, 0.0]
+    # Three query tiles, one buffer, a slow reduction: the second tile's computing ends at 2, the buffer is
+    # free at 4.
+    run = simulate(plan("naive", 3, 1), 1, 1.0, 3.0, model="pipelined", staging=1)
+    assert run.events.staged.tolist() == [1.0, 4.0, 7.0]
+    assert run.makespan == 10.0 and run.stalled.tolist() == [7.0]
+    assert simulate(plan("naive", 3, 1), 1, 1.0, 3.0, model="pipelined", staging=2).makespan == 7.0
+    # One SM, two chains, and the time between them.
+    assert simulate(plan("naive", 1, 2), 1, 1.0, 0.25, chain=2.0).makespan == 6.5
+
+
+def test_a_seed_decides_the_jitter():
+    p = plan("shift", 8, 8, num_heads=4)
+    runs = [simulate(p, 8, jitter=0.3, seed=seed) for seed in (1, 1, 2)]
+    np.testing.assert_array_equal(runs[0].events.reduce_end, runs[1].events.reduce_end)
+    assert runs[0].makespan != runs[2].makespan
+    computing = runs[0].events.compute_end - runs[0].events.compute_start
+    assert 0.7 <= computing.min() < 0.75 and 1.25 < computing.max() <= 1.3
+
+
+def test_wrong_arguments_are_refused():
+    p = plan("naive", 2, 2)
+    for options in (
+        {"num_sms": 0},
+        {"compute": -1.0},
+        {"signal": float("nan")},
+        {"jitter": 1.5},
+        {"model": "exact"},
+        {"model": "pipelined", "staging": 0},
+    ):
+        with pytest.raises(ValueError):
+            simulate(p, **{"num_sms": 2, **options})
+    for tables in (
+        {"rank_table": np.zeros((2, 2), int)},
+        {"visit_table": np.full((2, 2), 5)},
+        {"chain_table": np.array([[0, 0], [7, 1]])},
+    ):
+        with pytest.raises(ValueError):
+            simulate(replace(p, **tables), 2)
+
+
+def test_speed_at_16_heads_of_128_by_256_tiles():
+    begin = time.perf_counter()
+    p = plan("shift", 256, 128, num_heads=16, tile_rows=(1, 2))
+    run = simulate(p, 132, **KERNEL, jitter=0.1)
+    assert len(run.events) == 16 * 128 * 256
+    assert time.perf_counter() - begin < 10
+
+
+# The paper's results: n query tiles, n KV tiles, n SMs, m heads.
+
+
+@pytest.mark.parametrize("m", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("n", range(2, 65))
+def test_closed_forms_of_naive_and_shift(n, m):
+    naive = m * n * TASK + (n - 1) * R
+    for causal in (False, True):
+        assert simulate(plan("naive", n, n, causal=causal, num_heads=m), n, C, R).makespan == naive
+    shift = simulate(plan("shift", n, n, num_heads=m), n, C, R)
+    assert shift.makespan == m * n * TASK == shift.lower_bound
+    assert shift.stalled.sum() == 0
+
+
+@pytest.mark.parametrize("m", [2, 4, 6])
+@pytest.mark.parametrize("n", range(2, 65))
+def test_closed_forms_of_descending_and_symmetric_shift(n, m):
+    def run(name, **options):
+        return simulate(plan(name, n, n, causal=True, num_heads=m, **options), n, C, R)
+
+    best = m * (n + 1) * TASK / 2
+    assert run("descending").makespan == best + (n - 1) * R
+    assert run("descending").lower_bound == best
+    if n % 2 == 0:
+        symmetric = run("symmetric_shift", heads_per_block=2)
+        assert symmetric.makespan == best == symmetric.lower_bound
+        assert symmetric.stalled.sum() == 0
+
+
+class EventDag:
+    """Moments, which weigh nothing, and phases of some length between them, as in DASH."""
+
+    def __init__(self, random_source, moments):
+        self.moments = moments
+        self.weights = [0] * moments
+        self.edges = []
+        for v in range(moments):
+            for u in range(v):
+                if random_source.random() < 0.25:
+                    self.phase(u, v, random_source.randint(1, 4))
+
+    def phase(self, u, v, length):
+        self.edges += [(u, len(self.weights)), (len(self.weights), v)]
+        self.weights.append(length)
+
+    def make_all_critical(self):
+        """Phases to the last moment, until each moment is on a longest path."""
+        path, depth = self.time(), self.depths()
+        self.weights.append(0)
+        end = len(self.weights) - 1
+        for u in range(self.moments):
+            self.phase(u, end, path - depth[u])
+        assert self.time() == path
+
+    def depths(self):
+        return depths(self.weights, self.edges)[: self.moments]
+
+    def time(self, *added):
+        return critical_path(self.weights, [*self.edges, *added])
+
+
+def test_lemma_1_where_every_moment_is_critical():
+    """A zero-weight edge u -> v keeps the time if and only if depth(u) <= depth(v)."""
+    random_source = random.Random(0)
+    kept = longer = 0
+    while kept < 300 or longer < 300:
+        dag = EventDag(random_source, 12)
+        dag.make_all_critical()
+        path, depth = dag.time(), dag.depths()
+        u, v = random_source.sample(range(12), 2)
+        try:
+            after = dag.time((u, v))
+        except Cycle:
+            continue
+        assert (after == path) == (depth[u] <= depth[v])
+        kept, longer = kept + (after == path), longer + (after != path)
+
+
+def test_lemma_1_on_any_dag():
+    """Edges between depths that do not fall never make a DAG longer, however many, and on whatever DAG."""
+    random_source = random.Random(1)
+    for _ in range(300):
+        dag = EventDag(random_source, 14)
+        depth = dag.depths()
+        added = [
+            (u, v)
+            for u in range(14)
+            for v in range(14)
+            if (depth[u], u) < (depth[v], v) and random_source.random() < 0.5
+        ]
+        assert dag.time(*added) == dag.time()
+        assert depths(dag.weights, [*dag.edges, *added])[:14] == depth
+
+
+def test_only_critical_moments_make_lemma_1_an_equivalence():
+    # 0 -> 1 in four steps, 2 -> 3 in one: 3 has three steps of slack.
+    weights, edges = [0, 0, 0, 0, 4, 1], [(0, 4), (4, 1), (2, 5), (5, 3)]
+    assert depths(weights, edges)[:4] == [0, 4, 0, 1]
+    assert critical_path(weights, edges) == critical_path(weights, [*edges, (3, 0)]) - 1 == 4
+    assert critical_path(weights, [*edges, (1, 3)]) == 4  # from depth 4 to depth 1, and no longer
+    with pytest.raises(Cycle):
+        critical_path([1, 1], [(0, 1), (1, 0)])
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_the_simulator_and_the_dag_agree(name, causal):
+    for n in range(1, 9):
+        p = plan(name, n, n, causal=causal)
+        orders = {
+            q: sorted(range(p.grid.contributors(q)), key=lambda kv, q=q: p.rank(0, kv, q)) for q in range(n)
+        }
+        time_of_dag = schedule_time([p.visits(kv) for kv in range(n)], orders, C, R)
+        assert simulate(p, n, C, R).makespan == time_of_dag
+
+
+def test_search_through_all_schedules_finds_nothing_below_the_bound():
+    latin_squares = {2: 1, 3: 2, 4: 24}  # up to the order of their rows
+    for n, squares in latin_squares.items():
+        for causal in (False, True):
+            p = plan("naive", n, n, causal=causal)
+            bound = lower_bound(p, n, Costs(C, R))
+            known = simulate(plan("shift", n, n, causal=causal), n, C, R).makespan
+            best, count = shortest(needed(n, causal), C, R, known)
+            assert best == bound == known == n * TASK
+            # Without a mask a schedule is as fast as the bound exactly if it is a Latin square: at each step
+            # every chain is at another query tile.
+            assert causal or count == squares
+
+
+def test_search_without_a_known_schedule_finds_the_same():
+    for n in (2, 3):
+        for causal in (False, True):
+            known = shortest(needed(n, causal), C, R, n * TASK)
+            assert shortest(needed(n, causal), C, R) == known
+            # Below the best there is nothing to find.
+            assert shortest(needed(n, causal), C, R, n * TASK - R / 2)[1] == 0
+
+
+# Beyond the paper.
+
+
+@pytest.mark.parametrize("kv_tiles", [2, 3, 8, 32, 64])
+@pytest.mark.parametrize("stride", [1, 2, 4])
+def test_strided_shift_gives_signals_time(kv_tiles, stride):
+    """Neighbours start `stride` query tiles apart: a signal may take stride - 1 tasks and a compute phase.
+
+    With stride 1, the paper's shift, it must arrive within the very next compute phase.
+    """
+    heads = 3
+    p = plan("shift", stride * kv_tiles, kv_tiles, num_heads=heads)
+    slack = (stride - 1) * TASK + C
+    bound = heads * stride * kv_tiles * TASK
+    for signal in (0.0, slack / 2, slack):
+        run = simulate(p, kv_tiles, C, R, signal)
+        assert run.makespan == bound and run.stalled.sum() == 0
+    assert simulate(p, kv_tiles, C, R, slack + 0.125).makespan > bound
+    # In the pipelined model a whole hop, reduction and signal, has `stride` tiles' time.
+    for hop, waits in ((stride * C, False), (stride * C + 0.125, True)):
+        run = simulate(p, kv_tiles, C, 0.5, hop - 0.5, "pipelined", staging=1000)
+        free = simulate(p, kv_tiles, C, 0.5, hop - 0.5, "pipelined", staging=1000, unordered=True)
+        assert (run.makespan > free.makespan) == waits
+
+
+@pytest.mark.parametrize("n", range(2, 34, 2))
+@pytest.mark.parametrize("group", [2, 4])
+def test_interleaved_heads_keep_grouped_chains_in_step(n, group):
+    """A chain of GQA that visits a query tile in all its heads before the next tile is the schedule of one
+    head, slower by the group's size: what never waits still does not. One head after the other is not so:
+    causal chains differ in length, and are out of step from the second head on.
+    """
+    one = simulate(plan("symmetric_shift", n, n, causal=True, num_heads=2, heads_per_block=2), n, C, R)
+    p = plan("symmetric_shift", n, n, causal=True, num_heads=2, heads_per_block=2, group=group)
+    interleaved = simulate(replace(p, interleaved=True), n, C, R)
+    assert interleaved.makespan == group * one.makespan == interleaved.lower_bound
+    assert interleaved.stalled.sum() == 0
+    if n > 2:
+        assert simulate(p, n, C, R).makespan > interleaved.makespan
+
+
+def efficiency(p, sms=132):
+    return simulate(p, sms, **KERNEL, chain=11.0, jitter=0.1).efficiency
+
+
+def in_large_blocks(name, batch, seqlen, heads):
+    """plan_call of head dimension 128, causal, with three chips' worth of rotating chains a block."""
+    p = plan_call(name, batch, seqlen, seqlen, heads, heads, 128, True)
+    rows = (p.grid.q_rows, p.grid.kv_rows)
+    grid = p.grid
+    return plan(
+        name, grid.q_tiles(), grid.kv_tiles(), causal=True, num_heads=p.num_heads, tile_rows=rows,
+        heads_per_block=max(1, -(-384 // -(-grid.kv_tiles() // 2))),
+    )  # fmt: skip
+
+
+def test_auto_is_near_the_bound_on_the_papers_shapes():
+    """At 132 SMs no schedule could be much faster than the one that "auto" takes, on the model."""
+    for seqlen in (512, 1024, 2048, 4096, 8192, 16384):
+        for causal, least in ((False, 0.99), (True, 0.97)):
+            name = auto_schedule(seqlen, seqlen, 128, causal)
+            p = plan_call(name, 16384 // seqlen, seqlen, seqlen, 16, 16, 128, causal)
+            assert efficiency(p) > least
+
+
+def test_issuing_more_heads_at_once_helps_untidy_shapes():
+    for batch, seqlen in ((5, 3072), (7, 2176), (2, 6144)):
+        kernel = plan_call("symmetric_shift", batch, seqlen, seqlen, 16, 16, 128, True)
+        large = in_large_blocks("symmetric_shift", batch, seqlen, 16)
+        np.testing.assert_array_equal(kernel.rank_table, large.rank_table)
+        np.testing.assert_array_equal(kernel.visit_table, large.visit_table)
+        assert efficiency(large) > 0.97
+
+
+def test_long_causal_sequences_are_for_descending():
+    # 192 KV tiles: two groups rotate one after the other, and stand in each other's way.
+    calls = {name: plan_call(name, 1, 24576, 24576, 8, 8, 128, True) for name in SCHEDULES}
+    assert efficiency(calls["descending"]) > 0.94
+    assert efficiency(calls["symmetric_shift"]) < 0.90
+
+
+# The rest.
+
+
+def test_explain_says_what_auto_takes():
+    e = explain(8, 2048, 2048, 16, 16, 128, causal=True)
+    assert e.schedule == auto_schedule(2048, 2048, 128, True)
+    assert [f.schedule for f in e.forecasts] == list(SCHEDULES)
+    assert all(f.time >= e.lower_bound and 0 <= f.stall_share < 1 for f in e.forecasts)
+    text = str(e)
+    assert text.startswith("batch 8, 2048 x 2048, 16/16 heads, d 128, causal: " + e.schedule)
+    assert all(name in text for name in SCHEDULES) and "stalled" in text
+    chosen = next(f for f in e.forecasts if f.schedule == e.schedule)
+    assert f"* {chosen.schedule}" in text and f"{chosen.time:.0f} us" in text
+
+
+def test_explain_refuses_what_the_call_would():
+    e = explain(1, 16384, 16384, 8, 8, 128, causal=False, schedule="Shift", num_sms=60)
+    shift = e.forecasts[SCHEDULES.index("shift")]
+    assert (e.schedule, shift.time, shift.resident_ctas_needed) == ("shift", None, 64)
+    assert "It needs 64 SMs and there are 60" in e.reason and "needs 64 resident CTAs" in str(e)
+    with pytest.raises(ValueError, match="head_dim is 96"):
+        explain(1, 512, 512, 1, 1, 96)
+    with pytest.raises(ValueError, match="fifo"):
+        explain(1, 512, 512, 1, 1, 128, schedule="fifo")
+
+
+def run_lab(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "dash_flash_attn", "lab", *arguments], capture_output=True, text=True
+    )
+
+
+def test_command_draws_and_tabulates(tmp_path):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("rich")
+    done = run_lab(
+        "--mask", "causal", "--tiles", "8", "--heads", "2", "--schedule", "all", "--out", str(tmp_path)
+    )
+    assert done.returncode == 0, done.stderr
+    for kind, magic in (("png", b"\x89PNG"), ("svg", b"<?xml")):
+        for name in ("gantt", "ranks"):
+            content = (tmp_path / f"{name}.{kind}").read_bytes()
+            assert content.startswith(magic) and len(content) > 10_000
+    for name, makespan in (("naive", "21.75"), ("descending", "13"), ("symmetric_shift", "11.25")):
+        row = next(line for line in done.stdout.splitlines() if f" {name} " in line)
+        assert makespan in row.split()
+    svg = (tmp_path / "gantt.svg").read_text()
+    assert svg.count("<!-- symmetric_shift: 11.25, at the lower bound (dashed); 0.0% stalled -->") == 1
+
+
+def test_pictures_of_a_whole_gpu():
+    draw = pytest.importorskip("dash_flash_attn.lab.draw", reason="needs matplotlib", exc_type=ImportError)
+    p = plan("symmetric_shift", 64, 32, causal=True, num_heads=16, tile_rows=(1, 2))
+    run = simulate(p, 132, **KERNEL, chain=11.0)
+    assert len(run.events) > draw.FEW_TASKS
+    (image,) = draw.gantt([run]).axes[0].images
+    pixels = image.get_array()
+    assert pixels.shape == (132, draw.PIXELS, 4)
+    red = np.isclose(pixels, draw.to_rgba(draw.STALL)).all(-1).mean()
+    # The charted time is the makespan, so the red part is the stalled part.
+    assert red == pytest.approx(run.stall_share, abs=0.005) and red > 0.005
+
+
+def test_command_names_what_does_not_fit(tmp_path):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("rich")
+    done = run_lab("--tiles", "8", "--sms", "3", "--schedule", "shift", "--out", str(tmp_path))
+    assert done.returncode == 1
+    assert "shift is left out: it needs 8 SMs" in done.stderr
+    wrong = run_lab("--schedule", "fifo")
+    assert wrong.returncode == 2 and "none of naive" in wrong.stderr
+
+
+def test_command_explains():
+    done = run_lab("explain", "--batch", "2", "--seqlen", "1024", "--heads", "16", "4", "--mask", "causal")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{explain(2, 1024, 1024, 16, 4, 128, causal=True)}\n"
