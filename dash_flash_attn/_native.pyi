@@ -118,11 +118,11 @@ def simulate(
 def tile_shape(head_dim: int) -> tuple[int, int]:
     """(queries, keys) a tile. ValueError unless positive."""
 
-def query_head_parts(heads_q: int, heads_k: int, kv_tiles: int) -> int:
+def query_head_parts(heads_q: int, heads_k: int, kv_tiles: int, causal: bool) -> int:
     """How many CTAs share the query heads of one KV head. ValueError unless heads_k divides heads_q."""
 
 def workspace_bytes(
-    batch: int, seqlen_q: int, seqlen_k: int, heads_q: int, heads_k: int, head_dim: int
+    batch: int, seqlen_q: int, seqlen_k: int, heads_q: int, heads_k: int, head_dim: int, causal: bool
 ) -> int:
     """The size of a backward's workspace: the fp32 sum of dQ, and counters (csrc/core/workspace.h).
 

@@ -38,7 +38,11 @@ _library.define(
 
 def auto_schedule(seqlen_q: int, seqlen_k: int, head_dim: int, causal: bool) -> str:
     """The schedule behind "auto". A function of the shape alone, since the bits depend on it."""
-    return "symmetric_shift" if causal else "shift"
+    if not causal:
+        return "shift"
+    # Above 128 KV tiles half of them are more than one cycle: docs/lab.md, "Above 128 KV tiles".
+    kv_rows = _native.tile_shape(head_dim)[1]
+    return "symmetric_shift" if seqlen_k <= 128 * kv_rows else "descending"
 
 
 def _empty_forward(q: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,7 +103,7 @@ def _backward_cuda(dout, q, k, v, out, lse, softmax_scale, causal, schedule, det
     q, k, v, out, dout = map(addressable, (q, k, v, out, dout))
     lse = lse.contiguous()
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    workspace_bytes = _native.workspace_bytes(batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim)
+    workspace_bytes = _native.workspace_bytes(batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim, causal)
     workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
     with torch.cuda.device(index):
         _native.backward(

@@ -86,18 +86,18 @@ def backward(
     grid = _grid(q, k, causal)
     policy = make_policy(schedule, grid)
     wide = lse_dtype(q)
-    # A chain walks its KV tile over the query heads of its part of the group, one head after the other.
-    parts = _native.query_head_parts(heads_q, heads_k, grid.kv_tiles())
+    # A chain visits a query tile in every query head of its part of the group, and then the next tile.
+    parts = _native.query_head_parts(heads_q, heads_k, grid.kv_tiles(), causal)
     qh, doh, oh = (_by_head(x, heads_k * parts, wide) for x in (q, dout, out))
     kh, vh = (_by_head(x, heads_k, wide).repeat_interleave(parts, dim=1).squeeze(2) for x in (k, v))
     lse_h = lse.reshape(qh.shape[:-1]).to(wide).unsqueeze(-1)
     lse_h = lse_h.masked_fill(lse_h == -math.inf, math.inf)  # no visible key: every probability is 0
     delta = (doh * oh).sum(-1, keepdim=True)
     dqh, dk_parts, dv_parts = torch.zeros_like(qh), torch.zeros_like(kh), torch.zeros_like(vh)
-    for head in range(qh.shape[2]):
-        for kv_tile, q_tile in pairs_in_order(policy, grid):
-            rows = slice(q_tile * grid.q_rows, (q_tile + 1) * grid.q_rows)
-            keys = slice(kv_tile * grid.kv_rows, (kv_tile + 1) * grid.kv_rows)
+    for kv_tile, q_tile in pairs_in_order(policy, grid):
+        rows = slice(q_tile * grid.q_rows, (q_tile + 1) * grid.q_rows)
+        keys = slice(kv_tile * grid.kv_rows, (kv_tile + 1) * grid.kv_rows)
+        for head in range(qh.shape[2]):
             q_t, do_t, k_t, v_t = qh[:, :, head, rows], doh[:, :, head, rows], kh[:, :, keys], vh[:, :, keys]
             p = torch.exp(_scores(grid, q_t, k_t, q_tile, kv_tile, softmax_scale) - lse_h[:, :, head, rows])
             dp = do_t @ v_t.mT

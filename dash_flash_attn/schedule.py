@@ -127,8 +127,8 @@ class Plan:
         visit_table: int (KV tiles, query tiles), the query tile at each step, and -1 after a chain's end.
         rank_table: int (KV tiles, query tiles), the rank, and -1 where the two do not meet.
         cycle: int (KV tiles), equal for KV tiles of one head that may wait for each other both ways.
-        interleaved: a chain visits a query tile in each head of its group, and then the next tile; if not,
-            it walks one query head after the other, as the kernel does.
+        interleaved: a chain visits a query tile in each head of its group, and then the next tile, as the
+            kernel does; if not, it walks one query head after the other.
     """
 
     name: str
@@ -138,7 +138,7 @@ class Plan:
     visit_table: NDArray[np.int32]
     rank_table: NDArray[np.int32]
     cycle: NDArray[np.int32]
-    interleaved: bool = False
+    interleaved: bool = True
 
     @property
     def num_heads(self) -> int:
@@ -323,7 +323,7 @@ def plan_call(
     Raises ValueError for an unknown name, a size that is not positive, or heads_k that don't divide heads_q.
     """
     policy = Schedule(schedule, seqlen_q, seqlen_k, head_dim, causal).policy
-    parts = _native.query_head_parts(heads_q, heads_k, policy.grid.kv_tiles())
+    parts = _native.query_head_parts(heads_q, heads_k, policy.grid.kv_tiles(), causal)
     return _write_out(policy, batch * heads_k * parts, heads_q // heads_k // parts, None)
 
 

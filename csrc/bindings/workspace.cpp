@@ -33,12 +33,12 @@ std::pair<int, int> tile_shape_of(int head_dim) {
     return {shape.q_rows, shape.kv_rows};
 }
 
-int query_head_parts_of(int heads_q, int heads_k, int kv_tiles) {
+int query_head_parts_of(int heads_q, int heads_k, int kv_tiles, bool causal) {
     check_heads(heads_q, heads_k);
-    return query_head_parts(heads_q, heads_k, kv_tiles);
+    return query_head_parts(heads_q, heads_k, kv_tiles, causal);
 }
 
-int64_t workspace_bytes(int batch, int seqlen_q, int seqlen_k, int heads_q, int heads_k, int head_dim) {
+int64_t workspace_bytes(int batch, int seqlen_q, int seqlen_k, int heads_q, int heads_k, int head_dim, bool causal) {
     check_head_dim(head_dim);
     check_heads(heads_q, heads_k);
     BackwardParams p{};
@@ -48,6 +48,7 @@ int64_t workspace_bytes(int batch, int seqlen_q, int seqlen_k, int heads_q, int 
     p.heads_q = heads_q;
     p.heads_k = heads_k;
     p.head_dim = head_dim;
+    p.causal = causal;
     return workspace_layout(p).bytes;
 }
 
@@ -55,9 +56,9 @@ int64_t workspace_bytes(int batch, int seqlen_q, int seqlen_k, int heads_q, int 
 
 void bind_workspace(py::module_& m) {
     m.def("tile_shape", &tile_shape_of, "head_dim"_a);
-    m.def("query_head_parts", &query_head_parts_of, "heads_q"_a, "heads_k"_a, "kv_tiles"_a);
+    m.def("query_head_parts", &query_head_parts_of, "heads_q"_a, "heads_k"_a, "kv_tiles"_a, "causal"_a);
     m.def("workspace_bytes", &workspace_bytes, "batch"_a, "seqlen_q"_a, "seqlen_k"_a, "heads_q"_a, "heads_k"_a,
-          "head_dim"_a);
+          "head_dim"_a, "causal"_a);
 }
 
 }  // namespace dash::bindings

@@ -12,11 +12,13 @@ namespace dash {
 // query heads of the group and dK, dV never leave its registers. Where one batch entry alone would
 // leave most SMs idle (MQA) the group is cut, and dK, dV are summed in the order of the parts. The bits
 // depend on the cut, so it knows neither the device at hand nor the batch around the entry.
-inline int query_head_parts(int heads_q, int heads_k, int kv_tiles) {
+// Under a causal mask chains differ in length, and a long one needs a short one beside it on its SM.
+inline int query_head_parts(int heads_q, int heads_k, int kv_tiles, bool causal) {
+    int const wanted = (causal ? 2 : 1) * schedule::kChainsThatFillAChip;
     int const group = heads_q / heads_k;
     int64_t const chains = int64_t(heads_k) * kv_tiles;
     for (int parts = 1; parts < group; ++parts)
-        if (group % parts == 0 && chains * parts >= schedule::kChainsThatFillAChip) return parts;
+        if (group % parts == 0 && chains * parts >= wanted) return parts;
     return group;
 }
 
@@ -40,7 +42,7 @@ struct WorkspaceLayout {
 inline WorkspaceLayout workspace_layout(BackwardParams const& p) {
     TileShape const shape = tile_shape(p.head_dim);
     schedule::TileGrid const grid = tile_grid(p);
-    int const parts = query_head_parts(p.heads_q, p.heads_k, grid.kv_tiles());
+    int const parts = query_head_parts(p.heads_q, p.heads_k, grid.kv_tiles(), grid.causal);
     int64_t const q_tiles = int64_t(p.batch) * p.heads_q * grid.q_tiles();
     int64_t const kv_tiles = int64_t(p.batch) * p.heads_k * grid.kv_tiles();
     int64_t const dq_bytes = grid.kv_tiles() > 1 ? q_tiles * shape.q_rows * p.head_dim * 4 : 0;

@@ -14,7 +14,8 @@ struct Work {
     int batch;  // negative: there is no more work
     int kv_head;
     int kv_tile;
-    int part;   // which share of the KV head's query heads
+    int part;  // which share of the KV head's query heads
+    int first_q_head;
     int steps;  // query tiles to come, over all query heads
     int claim;
 };

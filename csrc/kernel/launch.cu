@@ -183,7 +183,7 @@ int run(BackwardParams const& p) {
 
     args.heads_q = p.heads_q;
     args.heads_k = p.heads_k;
-    args.parts = query_head_parts(p.heads_q, p.heads_k, args.grid.kv_tiles());
+    args.parts = query_head_parts(p.heads_q, p.heads_k, args.grid.kv_tiles(), args.grid.causal);
     args.heads_per_part = p.heads_q / p.heads_k / args.parts;
     args.chain_heads = p.batch * p.heads_k * args.parts;
     args.chains = args.chain_heads * args.grid.kv_tiles();

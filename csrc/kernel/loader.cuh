@@ -40,21 +40,23 @@ struct Loader {
                     kv_head % args.heads_k,
                     chain.kv_tile,
                     chain.head % args.parts,
+                    (chain.head % (args.heads_k * args.parts)) * args.heads_per_part,
                     policy.visits(chain.kv_tile) * args.heads_per_part,
                     claim};
             shared.chain_full[place.slot].arrive();
 
-            int q_head = (work.kv_head * args.parts + work.part) * args.heads_per_part;
-            int visit = 0;
+            // A query tile in every head of the group, and then the next tile: chains of unlike length stay in step.
+            int head = 0, visit = 0;
 #pragma unroll 1
-            for (uint32_t const end = step + work.steps; step < end; ++step) {
+            for (int left = work.steps; left > 0; --left, ++step) {
                 int const q_tile = policy.visit(work.kv_tile, visit);
                 int const rank = args.ordered ? policy.rank(work.kv_tile, q_tile) : -1;
+                int const q_head = work.first_q_head + head;
                 load_query(work.batch, {q_head, q_tile, rank, policy.grid.contributors(q_tile)}, step);
                 load_dout(work.batch, q_head, q_tile, step);
                 // After the first query tile, whose stages are free before the last chain is done with its K and V.
-                if (step + work.steps == end) load_key_value(work, chain_count);
-                if (++visit == policy.visits(work.kv_tile)) visit = 0, ++q_head;
+                if (left == work.steps) load_key_value(work, chain_count);
+                if (++head == args.heads_per_part) head = 0, ++visit;
             }
         }
     }

@@ -22,14 +22,14 @@ struct PrepareArguments {
     int64_t dq_sum_quads;
 };
 
-constexpr int kPrepareRows = 64;
+constexpr int kPrepareRows = 32;
 constexpr int kPrepareThreads = 256;
 
 // For every pair of neighbouring queries: (LSE, LSE, D, D) into the first 16 bytes of the first one's dQ
 // row, LSE in base 2 and D = sum(O * dO). It lies there until the query tile's last contributor writes dQ.
 // Also clears what the main kernel counts with, and writes dQ where nobody contributes.
 //
-// A block takes 64 queries of one head; a row's 16-byte pieces lie on neighbouring lanes.
+// A block takes 32 queries of one head; a row's 16-byte pieces lie on neighbouring lanes.
 template <class Element, int kHeadDim>
 __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(__grid_constant__ PrepareArguments const args) {
     constexpr int kElements = 8;  // in 16 bytes

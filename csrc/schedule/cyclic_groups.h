@@ -13,7 +13,8 @@ constexpr int kMaxCyclicGroup = 64;
 constexpr int kChainsThatFillAChip = 128;
 
 // `members` KV tiles cut into groups of nearly equal size, each group rotating over the `span` query
-// tiles that start at `origin`. Groups follow each other in every query tile's order.
+// tiles that start at `origin`. Groups follow each other in every query tile's order. A group has no more
+// members than there are query tiles: two at one query tile would wait for each other.
 //
 //   span 8, one group of 4: member a starts at a * span / 4, so neighbours are two tiles apart and a
 //   signal has two steps to cross the chip.
@@ -30,7 +31,7 @@ struct CyclicGroups {
     int group_size;
 
     DASH_HD CyclicGroups(int members_, int origin_, int span_) : members(members_), origin(origin_), span(span_) {
-        int const groups = max_of(1, ceil_div(members, kMaxCyclicGroup));
+        int const groups = max_of(1, ceil_div(members, max_of(1, min_of(kMaxCyclicGroup, span))));
         group_size = max_of(1, ceil_div(members, groups));
     }
 
@@ -73,7 +74,13 @@ struct CyclicGroups {
     }
 };
 
-// Heads are issued in blocks, each of as many heads as it takes to fill a chip with a block's first chains.
+// Heads are issued in blocks of nearly equal size, each of several chips' worth of first chains: the chains
+// that follow them, longest first, then even out what an unfortunate number of chains leaves over.
+DASH_HD int heads_per_block(int heads, int first_chains_per_head) {
+    return ceil_div(heads, max_of(1, heads * first_chains_per_head / (3 * kChainsThatFillAChip)));
+}
+
+// The block that a claim belongs to.
 struct HeadBlock {
     int first_head;
     int heads;

@@ -31,15 +31,13 @@ struct Shift {
 
     DASH_HD int rank(int kv_tile, int q_tile) const { return cycle.rank(kv_tile, q_tile, grid.contributors(q_tile)); }
 
-    DASH_HD int heads_per_block() const { return ceil_div(kChainsThatFillAChip, cycle.group_size); }
-
     DASH_HD Chain chain(int claim, int heads) const {
-        HeadBlock const block(claim, heads, heads_per_block(), grid.kv_tiles());
+        HeadBlock const block(claim, heads, heads_per_block(heads, cycle.group_size), grid.kv_tiles());
         Chain const c = cycle.chain(block.claim, block.heads);
         return {block.first_head + c.head, c.kv_tile};
     }
     DASH_HD int cycle_end(int claim, int heads) const {
-        HeadBlock const block(claim, heads, heads_per_block(), grid.kv_tiles());
+        HeadBlock const block(claim, heads, heads_per_block(heads, cycle.group_size), grid.kv_tiles());
         return block.first_claim + cycle.cycle_end(block.claim, block.heads);
     }
     DASH_HD int slot(int kv_tile) const { return kv_tile - cycle.group_begin(kv_tile); }

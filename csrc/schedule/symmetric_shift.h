@@ -54,10 +54,8 @@ struct SymmetricShift {
         return begin + visible_end - 1 - kv_tile;
     }
 
-    DASH_HD int heads_per_block() const { return ceil_div(kChainsThatFillAChip, cycle.members); }
-
     DASH_HD Chain chain(int claim, int heads) const {
-        HeadBlock const block(claim, heads, heads_per_block(), grid.kv_tiles());
+        HeadBlock const block(claim, heads, heads_per_block(heads, cycle.group_size), grid.kv_tiles());
         int const upper_claim = block.claim - lower * block.heads;
         if (upper_claim < 0) {
             Chain const c = cycle.chain(block.claim, block.heads);
@@ -66,7 +64,7 @@ struct SymmetricShift {
         return {block.first_head + upper_claim % block.heads, lower + upper_claim / block.heads};
     }
     DASH_HD int cycle_end(int claim, int heads) const {
-        HeadBlock const block(claim, heads, heads_per_block(), grid.kv_tiles());
+        HeadBlock const block(claim, heads, heads_per_block(heads, cycle.group_size), grid.kv_tiles());
         return block.claim < lower * block.heads ? block.first_claim + cycle.cycle_end(block.claim, block.heads)
                                                  : claim + 1;
     }

@@ -38,7 +38,7 @@ def test_a_turn_that_never_comes_ends_in_an_error() -> None:
     kernels.not_loaded()
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     shape = (1, 300, 300, 4, 2, 128)
-    workspace = torch.full((_native.workspace_bytes(*shape),), 255, dtype=torch.uint8, device="cuda")
+    workspace = torch.full((_native.workspace_bytes(*shape, True),), 255, dtype=torch.uint8, device="cuda")
     workspace[-4:] = 0  # the last word counts claims: with garbage there no CTA would find work
     _native.backward(
         *map(matrix, (q, k, v, out, dout, dq, dk, dv)), lse.data_ptr(), workspace.data_ptr(), shape,
