@@ -36,8 +36,10 @@ struct Math {
     // Asked for anew at each use: a value derived from it is then not kept over the loop, where every
     // register counts.
     __device__ static int lane() { return ptx::thread_index() % 32; }
-    __device__ static int warp() { return ptx::thread_index() / 32 % 4; }        // within the warpgroup
-    __device__ static int warpgroup() { return ptx::thread_index() / 128 - 1; }  // 0 or 1
+    __device__ static int warp() { return ptx::thread_index() / 32 % 4; }  // within the warpgroup
+    // 0 or 1. The shuffle tells the compiler that it is one number for the warp: descriptors that depend on it
+    // stay in uniform registers.
+    __device__ static int warpgroup() { return __shfl_sync(0xffffffffu, ptx::thread_index() / 128 - 1, 0); }
 
     __device__ Math(KernelArguments const& a, Shared& s) : args(a), shared(s) {}
 
@@ -73,7 +75,7 @@ struct Math {
         };
         // P of a tile, slice by slice, and dV right behind: the tensor cores start on the first 16 queries
         // while the exponentials of the others are under way.
-        auto const weigh = [&](Weights& p, int kv_tile, bool masked) {
+        auto const weigh = [&](Weights& p, int kv_tile, bool masked, SliceStatistics ahead) {
             DoutPlace const place(step);
             uint32_t const stage = QPlace(step).slot;
             if (masked) mask(s, kv_tile, shared.q_tile[stage]);
@@ -82,7 +84,9 @@ struct Math {
             mma_dv.accumulate_ = GMMA::ScaleOut::One;
             CUTE_UNROLL
             for (int slice = 0; slice < kScoreBlocks / 2; ++slice) {
-                probabilities(s, p, stage, slice);
+                SliceStatistics const lse = ahead;
+                if (slice + 1 < kScoreBlocks / 2) ahead = load_statistics<0>(stage, slice + 1);
+                probabilities(s, p, lse, slice);
                 warpgroup_arrive();
                 gemm(mma_dv, p(_, _, slice), dout_columns(_, _, slice), dv);
             }
@@ -92,14 +96,16 @@ struct Math {
             issue(mma_scores, key_operand(v), query_operand(dout)(_, _, _, DoutPlace(step).slot), dp, true);
         };
         // dS = P (dP - D) of a tile, and dK behind it in the same way, if dS stays in registers.
-        auto const differentiate = [&](Scores const& dp, Weights& weights) {
+        auto const differentiate = [&](Scores const& dp, Weights& weights, SliceStatistics ahead) {
             uint32_t const stage = QPlace(step).slot;
             Tensor q_columns = column_operand(qt)(_, _, _, stage);
             warpgroup_fence_operand(dk);
             mma_dv.accumulate_ = GMMA::ScaleOut::One;
             CUTE_UNROLL
             for (int slice = 0; slice < kScoreBlocks / 2; ++slice) {
-                score_gradients(s, dp, weights, stage, slice);
+                SliceStatistics const d = ahead;
+                if (slice + 1 < kScoreBlocks / 2) ahead = load_statistics<1>(stage, slice + 1);
+                score_gradients(s, dp, weights, d, slice);
                 if constexpr (Config::kDkFromRegisters) {
                     warpgroup_arrive();
                     gemm(mma_dv, weights(_, _, slice), q_columns(_, _, slice), dk);
@@ -135,11 +141,12 @@ struct Math {
             shared.k_full.wait(chain_count & 1);
             issue_scores();
             bool masked = prepare_weights(step, work.kv_tile);
+            SliceStatistics ahead = load_statistics<0>(QPlace(step).slot, 0);
             warpgroup_wait<0>();
             warpgroup_fence_operand(s);
             {
                 Weights p;
-                weigh(p, work.kv_tile, masked);
+                weigh(p, work.kv_tile, masked, ahead);
                 warpgroup_wait<0>();
             }
             shared.v_full.wait(chain_count & 1);
@@ -149,10 +156,11 @@ struct Math {
                 {
                     Scores dp;
                     issue_dp(dp);
+                    ahead = load_statistics<1>(QPlace(step).slot, 0);
                     warpgroup_wait<0>();
                     warpgroup_fence_operand(dp);
                     release(shared.dout_empty[DoutPlace(step).slot]);
-                    differentiate(dp, weights);
+                    differentiate(dp, weights, ahead);
                 }
                 if (++step == end) {
                     publish_ds(weights);
@@ -163,11 +171,12 @@ struct Math {
                 publish_ds(weights);
                 issue_dk_dq(step - 1);
                 masked = prepare_weights(step, work.kv_tile);
+                ahead = load_statistics<0>(QPlace(step).slot, 0);
                 warpgroup_wait<Config::kDkFromRegisters ? 1 : 2>();
                 warpgroup_fence_operand(s);
                 {
                     Weights p;
-                    weigh(p, work.kv_tile, masked);
+                    weigh(p, work.kv_tile, masked, ahead);
                     warpgroup_wait<1>();
                     release(shared.q_empty[QPlace(step - 1).slot]);
                     warpgroup_fence_operand(dq);
@@ -218,34 +227,43 @@ struct Math {
         return args.grid.needs_mask(kv_tile, shared.q_tile[QPlace(step).slot]);
     }
 
+    // The log-sum-exp (part 0) or D (part 1) of this lane's queries in a slice, in pairs of neighbours.
+    // Loaded a slice ahead, since the latency of shared memory is longer than a slice's arithmetic.
+    struct SliceStatistics {
+        float2 pair[2];
+    };
+    template <int kPart>
+    __device__ SliceStatistics load_statistics(uint32_t stage, int slice) {
+        float4 const* const first = &shared.statistics[stage][8 * slice + lane() % 4];
+        return {{reinterpret_cast<float2 const*>(first)[kPart], reinterpret_cast<float2 const*>(first + 4)[kPart]}};
+    }
+
     // P of 16 queries, in place and as an operand.
-    __device__ void probabilities(Scores& s, Weights& p, uint32_t stage, int slice) {
+    __device__ void probabilities(Scores& s, Weights& p, SliceStatistics const& lse, int slice) {
         cute::Tensor words = cute::recast<uint32_t>(p);
         float const scale = args.scale_log2;
-        int const column = lane() % 4;
 #pragma unroll
-        for (int b = 2 * slice; b < 2 * slice + 2; ++b) {
-            float2 const lse = reinterpret_cast<float2 const*>(&shared.statistics[stage][4 * b + column])[0];
+        for (int b = 0; b < 2; ++b)
 #pragma unroll
-            for (int r = 0; r < 4; ++r) s(4 * b + r) = ptx::exp2(fmaf(s(4 * b + r), scale, r & 1 ? -lse.y : -lse.x));
-#pragma unroll
-            for (int h = 0; h < 2; ++h) words(2 * b + h) = ptx::pack<Element>(s(4 * b + 2 * h), s(4 * b + 2 * h + 1));
-        }
+            for (int half = 0; half < 2; ++half) {
+                int const r = 8 * slice + 4 * b + 2 * half;
+                s(r) = ptx::exp2(fmaf(s(r), scale, -lse.pair[b].x));
+                s(r + 1) = ptx::exp2(fmaf(s(r + 1), scale, -lse.pair[b].y));
+                words(r / 2) = ptx::pack<Element>(s(r), s(r + 1));
+            }
     }
 
     // dS = P (dP - D) of 16 queries, as an operand.
-    __device__ void score_gradients(Scores const& p, Scores const& dp, Weights& ds, uint32_t stage, int slice) {
+    __device__ void score_gradients(Scores const& p, Scores const& dp, Weights& ds, SliceStatistics const& d,
+                                    int slice) {
         cute::Tensor words = cute::recast<uint32_t>(ds);
-        int const column = lane() % 4;
 #pragma unroll
-        for (int b = 2 * slice; b < 2 * slice + 2; ++b) {
-            float2 const d = reinterpret_cast<float2 const*>(&shared.statistics[stage][4 * b + column])[1];
+        for (int b = 0; b < 2; ++b)
 #pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                int const r = 4 * b + 2 * h;
-                words(2 * b + h) = ptx::pack<Element>(p(r) * (dp(r) - d.x), p(r + 1) * (dp(r + 1) - d.y));
+            for (int half = 0; half < 2; ++half) {
+                int const r = 8 * slice + 4 * b + 2 * half;
+                words(r / 2) = ptx::pack<Element>(p(r) * (dp(r) - d.pair[b].x), p(r + 1) * (dp(r + 1) - d.pair[b].y));
             }
-        }
     }
 
     // Takes out the pairs that must not meet: this lane's two keys see the queries from `first` on.
