@@ -59,9 +59,15 @@ struct Math {
         typename Config::MmaDv mma_dv;
         typename Config::MmaDk mma_dk;
         typename Config::MmaDq mma_dq;
-        auto const key_operand = [&](auto const& tile) { return slice(mma_scores).partition_fragment_A(tile); };
-        auto const query_operand = [&](auto const& tiles) { return slice(mma_scores).partition_fragment_B(tiles); };
-        auto const column_operand = [&](auto const& tiles) { return slice(mma_dv).partition_fragment_B(tiles); };
+        auto const key_operand = [&](auto const& tile) {
+            return warpgroup_slice(mma_scores).partition_fragment_A(tile);
+        };
+        auto const query_operand = [&](auto const& tiles) {
+            return warpgroup_slice(mma_scores).partition_fragment_B(tiles);
+        };
+        auto const column_operand = [&](auto const& tiles) {
+            return warpgroup_slice(mma_dv).partition_fragment_B(tiles);
+        };
 
         Gradient dk, dv;
         Scores s;
@@ -116,9 +122,10 @@ struct Math {
         // dK, if dS does not stay in registers, and dQ, from the dS in shared memory.
         auto const issue_dk_dq = [&](uint32_t of_step) {
             if constexpr (!Config::kDkFromRegisters)
-                issue(mma_dk, slice(mma_dk).partition_fragment_A(ds), column_operand(qt)(_, _, _, QPlace(of_step).slot),
-                      dk);
-            issue(mma_dq, slice(mma_dq).partition_fragment_A(dst), slice(mma_dq).partition_fragment_B(kt), dq, true);
+                issue(mma_dk, warpgroup_slice(mma_dk).partition_fragment_A(ds),
+                      column_operand(qt)(_, _, _, QPlace(of_step).slot), dk);
+            issue(mma_dq, warpgroup_slice(mma_dq).partition_fragment_A(dst),
+                  warpgroup_slice(mma_dq).partition_fragment_B(kt), dq, true);
         };
 
         // The order of a tile j, so that the tensor cores have something to do beside the arithmetic:
@@ -201,7 +208,7 @@ struct Math {
 
   private:
     template <class Mma>
-    __device__ static auto slice(Mma const& mma) {
+    __device__ static auto warpgroup_slice(Mma const& mma) {
         return mma.get_slice(warpgroup() * 128);
     }
 
