@@ -32,10 +32,10 @@ demo: $(READY)
 test: $(READY)
 	$(RUN) -m pytest $(ARGS)
 
-# Where no kernel can run this fails, unlike `make test`, which skips the GPU tests there.
+# Where no kernel can run this fails, unlike `make test`, which skips the GPU tests there. Leaves a record.
 test-gpu: $(READY)
 	$(RUN) -c 'import sys; from dash_flash_attn import info; sys.exit(info.unusable())'
-	$(RUN) -m pytest -m gpu $(ARGS)
+	DASH_GPU_RECORD=benchmarks/results/gpu_tests.json $(RUN) -m pytest -m gpu $(ARGS)
 
 bench: $(READY)
 	$(RUN) benchmarks/bench_backward.py $(ARGS)

@@ -1,6 +1,5 @@
 """What the public functions refuse, and how they say it: every message starts with the argument's name."""
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -9,7 +8,10 @@ from torch import Tensor
 from .schedule import schedule_name
 
 CUDA_HEAD_DIMS = (64, 128)
+CUDA_MAX_BATCH = CUDA_MAX_HEADS = 65535  # two dimensions of a launch
 CUDA_DTYPES = (torch.bfloat16, torch.float16)
+_SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+_LARGEST_SCALE = torch.finfo(torch.float32).max / 2
 CPU_DTYPES = (*CUDA_DTYPES, torch.float32, torch.float64)
 
 
@@ -19,7 +21,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     Raises:
         TypeError: a dtype that the device does not have here, or dtypes that differ.
         ValueError: shapes or devices that do not fit together.
-        NotImplementedError: a head dimension without a kernel, a device that is neither CPU nor CUDA.
+        NotImplementedError: a head dimension without a kernel, more heads or entries than a launch has, a
+            device that is neither CPU nor CUDA.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
@@ -43,6 +46,10 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise TypeError(f"q: on CUDA the dtype must be bfloat16 or float16, got {q.dtype}")
         if head_dim not in CUDA_HEAD_DIMS:
             raise NotImplementedError(f"q: on CUDA head_dim must be 64 or 128, got {head_dim}")
+        if q.shape[0] > CUDA_MAX_BATCH or heads_q > CUDA_MAX_HEADS:
+            raise NotImplementedError(
+                f"q: on CUDA batch and heads must be at most {CUDA_MAX_BATCH}, got {_shape(q)}"
+            )
     elif q.device.type not in ("cpu", "meta"):
         raise NotImplementedError(f"q: expected a tensor on CUDA or CPU, got {q.device}")
     elif q.dtype not in CPU_DTYPES:
@@ -59,6 +66,9 @@ def check_gradient_tensors(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: T
             raise ValueError(f"{name}: expected q's shape {_shape(q)}, got {_shape(x)}")
         if x.dtype != q.dtype:
             raise TypeError(f"{name}: expected q's dtype {q.dtype}, got {x.dtype}")
+    for name, x in (("dout", dout), ("out", out), ("lse", lse)):
+        if x.device != q.device:
+            raise ValueError(f"{name}: expected q's device {q.device}, got {x.device}")
     if lse.shape != (q.shape[0], q.shape[2], q.shape[1]):
         raise ValueError(f"lse: expected (batch, heads, seqlen) of q {_shape(q)}, got {_shape(lse)}")
     if lse.dtype != lse_dtype(q):
@@ -72,12 +82,17 @@ def lse_dtype(q: Tensor) -> torch.dtype:
 
 
 def check_scale(softmax_scale: float | None, head_dim: int) -> float:
-    """The factor on the scores: 1 / sqrt(head_dim) for None. ValueError unless positive and finite."""
+    """The factor on the scores: 1 / sqrt(head_dim) for None.
+
+    ValueError unless positive and finite, as a float32 and with room for the kernels' factor log2(e).
+    """
     if softmax_scale is None:
         return max(head_dim, 1) ** -0.5
     # Zero is refused as well: it is what a caller of flash_attn 2 passes as dropout_p in this position.
-    if not 0.0 < softmax_scale < math.inf:
-        raise ValueError(f"softmax_scale: must be positive and finite, got {softmax_scale}")
+    if not _SMALLEST_SCALE <= softmax_scale <= _LARGEST_SCALE:
+        raise ValueError(
+            f"softmax_scale: must be in [{_SMALLEST_SCALE:.3g}, {_LARGEST_SCALE:.3g}], got {softmax_scale}"
+        )
     return float(softmax_scale)
 
 

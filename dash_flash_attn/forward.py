@@ -30,7 +30,7 @@ def attention_forward(
         key has out = 0 and lse = -inf.
     """
     q, k, v = map(addressable, (q, k, v))
-    backend = BACKEND or ("cudnn" if cudnn_applies(q, k, causal) else "flash")
+    backend = BACKEND or ("cudnn" if cudnn_applies(q, k) else "flash")
     out, lse = (_cudnn if backend == "cudnn" else _flash)(q, k, v, softmax_scale, causal)
     blind = q.shape[1] - k.shape[1] if causal else 0
     if blind > 0:
@@ -40,10 +40,14 @@ def attention_forward(
     return out, lse
 
 
-def cudnn_applies(q: Tensor, k: Tensor, causal: bool) -> bool:
-    """Whether cuDNN computes this call: its causal mask is aligned top-left, and it refuses single rows."""
+def cudnn_applies(q: Tensor, k: Tensor) -> bool:
+    """Whether cuDNN computes this call.
+
+    Its causal mask is aligned top-left, it refuses single rows, and with few queries and many keys it might
+    split a row's keys, which would depend on the batch. Equal lengths are what was measured not to.
+    """
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
-    return min(seqlen_q, seqlen_k) > 1 and (seqlen_q == seqlen_k or not causal)
+    return seqlen_q == seqlen_k > 1
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool) -> tuple[Tensor, Tensor]:

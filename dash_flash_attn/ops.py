@@ -6,6 +6,7 @@ Calling them directly is the same as calling the public functions, less the chec
 
 import contextlib
 import functools
+import threading
 import warnings
 from collections.abc import Iterator
 
@@ -143,16 +144,21 @@ def _backward_flash2(dout, q, k, v, out, lse, softmax_scale, causal, determinist
         return tuple(x.contiguous() for x in gradients)
 
 
+# The setting is the process's, and autograd runs a thread for each device.
+_setting_determinism = threading.Lock()
+
+
 @contextlib.contextmanager
 def _deterministic_algorithms(enabled: bool) -> Iterator[None]:
     """torch.use_deterministic_algorithms(enabled) for a block, and what was set before after it."""
-    before = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warn_only)
+    with _setting_determinism:
+        before = torch.are_deterministic_algorithms_enabled()
+        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before, warn_only=warn_only)
 
 
 @functools.cache

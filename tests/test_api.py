@@ -57,6 +57,8 @@ def test_arguments_are_those_of_flash_attention_3() -> None:
         (ValueError, {"softmax_scale": -1.0}),
         (ValueError, {"softmax_scale": math.nan}),
         (ValueError, {"softmax_scale": math.inf}),
+        (ValueError, {"softmax_scale": 1e-46}),  # 0 as a float32
+        (ValueError, {"softmax_scale": 3e38}),  # infinite after the factor log2(e)
         (ValueError, {"schedule": "fastest"}),
         (ValueError, {"deterministic_schedule": "fastest", "schedule": None}),
         (TypeError, {"schedule": 2}),

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tarfile
 import zipfile
 from pathlib import Path
 
@@ -179,8 +178,7 @@ def test_source_distribution_and_wheel_without_cuda(tmp_path):
 
     run("setup.py", "-q", "egg_info", "--egg-base", tmp_path, "sdist", "--dist-dir", tmp_path, cwd=ROOT)
     (archive,) = tmp_path.glob("*.tar.gz")
-    with tarfile.open(archive) as tar:
-        tar.extractall(tmp_path, filter="data")
+    shutil.unpack_archive(archive, tmp_path)
     source = tmp_path / archive.name.removesuffix(".tar.gz")
     for folder in ("csrc", "dash_flash_attn"):
         files = {path.relative_to(ROOT) for path in (ROOT / folder).rglob("*") if path.is_file()}

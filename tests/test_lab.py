@@ -1,10 +1,12 @@
 """The lab: plans, the simulator, the theorems of DASH, and what the lab found beyond them."""
 
+import json
 import random
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,15 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dash_flash_attn import _native
-from dash_flash_attn.lab import Costs, Deadlock, lower_bound, simulate
+from dash_flash_attn.lab import Costs, Deadlock, calibrate, command, lower_bound, simulate
 from dash_flash_attn.lab.dag import Cycle, critical_path, depths, schedule_time, shortest
-from dash_flash_attn.lab.explain import explain
+from dash_flash_attn.lab.explain import H200_COSTS, explain
+from dash_flash_attn.lab.simulate import WAITS_IN_LINE
 from dash_flash_attn.ops import auto_schedule
 from dash_flash_attn.schedule import SCHEDULES, Schedule, UnsoundPlan, make_policy, plan, plan_call
 
 # Binary fractions, so that sums are exact and makespans can be compared for equality.
 C, R = 1.0, 0.25
 TASK = C + R
+
+RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 
 KERNEL = {"compute": 2.75, "reduce": 1.0, "signal": 0.5, "model": "pipelined"}  # microseconds on an H200
 
@@ -561,3 +566,231 @@ def test_command_explains():
     done = run_lab("explain", "--batch", "2", "--seqlen", "1024", "--heads", "16", "4", "--mask", "causal")
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{explain(2, 1024, 1024, 16, 4, 128, causal=True)}\n"
+
+
+def test_an_sm_that_drains_claims_after_its_last_reduction():
+    p = plan("naive", 6, 6, causal=True, num_heads=4)
+    options = {
+        "num_sms": 4,
+        "compute": 1.0,
+        "reduce": 0.75,
+        "signal": 0.5,
+        "model": "pipelined",
+        "chain": 0.5,
+    }
+    for drained in (False, True):
+        run = simulate(p, **options, drained=drained)
+        e = run.events
+        ahead = 0
+        for sm in range(4):
+            claims = sorted(set(e.claim[e.sm == sm].tolist()))
+            ends = [e.reduce_end[e.claim == claim].max() for claim in claims]
+            ahead += sum(run.claimed[nxt] < end for nxt, end in zip(claims[1:], ends[:-1], strict=True))
+        assert (ahead == 0) == drained
+    # On the paper's model an SM is never ahead.
+    assert simulate(p, 4, drained=True).makespan == simulate(p, 4).makespan
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_schedules_that_drain_are_the_kernels(name):
+    header = Path(__file__).resolve().parent.parent / "csrc" / "schedule" / f"{name}.h"
+    value = "true" if name in WAITS_IN_LINE else "false"
+    assert f"kWaitsInLine = {value};" in header.read_text()
+
+
+# Calibration.
+
+SMALL_SHAPES = [s for s in calibrate.PAPER_SHAPES if s.head_dim == 128 and s.seqlen <= 1024]
+
+
+def made_up(costs, shapes, noise=0.0, sms=132, prepare=calibrate.PREPARE_US):
+    """The model's own times, each off by up to `noise`."""
+    source = np.random.default_rng(5)
+    return [
+        calibrate.Timing(
+            shape,
+            name,
+            calibrate.predict(shape, name, costs, sms, prepare) * (1 + source.uniform(-noise, noise)),
+        )
+        for shape in shapes
+        for name in SCHEDULES
+    ]
+
+
+@pytest.mark.parametrize(
+    ("costs", "noise", "tolerance"),
+    [
+        (Costs(3.3, 1.2, 0.9, 6.0), 0.0, 0.02),
+        (Costs(1.9, 0.6, 0.5, 14.0), 0.0, 0.02),
+        (Costs(3.3, 1.2, 0.9, 6.0), 0.02, 0.06),
+    ],
+    ids=["slow", "fast", "noisy"],
+)
+def test_calibration_recovers_known_costs(costs, noise, tolerance):
+    timings = made_up(costs, SMALL_SHAPES, noise)
+    found = calibrate.calibrate(timings, 132)
+    fitted = found.costs[128]
+    assert fitted.compute == pytest.approx(costs.compute, rel=tolerance)
+    assert fitted.chain == pytest.approx(costs.chain, rel=3 * tolerance)
+    # Times say little about how a hop splits into its two parts.
+    assert fitted.reduce + fitted.signal == pytest.approx(costs.reduce + costs.signal, rel=3 * tolerance)
+    assert found.rms(128) < noise + 0.01
+    assert abs(found.worst_miss[1]) < 2 * noise + 0.03
+    if noise == 0:
+        assert found.mean_rank_correlation() > 0.95
+
+
+def test_the_24_shapes_are_the_papers():
+    shapes = calibrate.PAPER_SHAPES
+    assert len(set(shapes)) == 24
+    assert all(s.batch * s.seqlen == 16384 and s.heads * s.head_dim == 2048 for s in shapes)
+
+
+def test_spearman():
+    assert calibrate.spearman([1, 2, 3, 4], [10, 20, 30, 40]) == pytest.approx(1)
+    assert calibrate.spearman([1, 2, 3, 4], [9, 8, 7, 1]) == pytest.approx(-1)
+    # By hand: ranks 1 2 3 4 against 2 1 4 3 differ by 1 each: 1 - 6 * 4 / (4 * 15).
+    assert calibrate.spearman([1, 2, 3, 4], [2, 1, 4, 3]) == pytest.approx(0.6)
+    # Equal values share their rank: 1.5 1.5 3.5 3.5 against 1 2 3 4.
+    assert calibrate.spearman([5, 5 * (1 + 1e-12), 7, 7], [1, 2, 3, 4]) == pytest.approx(0.8**0.5)
+    assert calibrate.spearman([5, 5], [1, 2]) is None and calibrate.spearman([5], [1]) is None
+
+
+def test_misses_and_choices_by_hand():
+    shape = calibrate.Shape(128, True, 512, 32, 16, 16)
+    timings = [
+        calibrate.Timing(shape, name, us)
+        for name, us in zip(SCHEDULES, (400.0, 300.0, 200.0, 210.0), strict=True)
+    ]
+    result = calibrate.Calibration(
+        {128: Costs()}, 132, 50.0, tuple(timings), np.array([400.0, 240.0, 220.0, 200.0])
+    )
+    assert result.misses == pytest.approx([0, -0.2, 0.1, 200 / 210 - 1])
+    assert result.worst_miss == (timings[1], pytest.approx(-0.2))
+    assert result.choices() == [calibrate.Choice(shape, "symmetric_shift", pytest.approx(0.05))]
+    assert result.choices(lambda _: "naive") == [calibrate.Choice(shape, "naive", pytest.approx(1.0))]
+    assert result.mean_rank_correlation() == pytest.approx(0.8)
+    assert result.mean_rank_correlation(causal=False) is None
+    # Of schedules that are predicted to be equal the slower one counts.
+    tied = replace(result, predicted=np.array([400.0, 240.0, 200.0, 200.0]))
+    assert tied.choices() == [calibrate.Choice(shape, "symmetric_shift", pytest.approx(0.05))]
+
+
+def test_calibration_refuses_what_it_cannot_fit():
+    shape = calibrate.Shape(128, False, 512, 32, 16, 16)
+    with pytest.raises(ValueError, match="no timings"):
+        calibrate.calibrate([], 132)
+    with pytest.raises(ValueError, match="no longer than the 50 us"):
+        calibrate.calibrate([calibrate.Timing(shape, "shift", 49.0)], 132)
+    with pytest.raises(ValueError, match="head dimension 128 has no timing up to 4096"):
+        calibrate.calibrate([calibrate.Timing(shape._replace(seqlen=8192), "shift", 5000.0)], 132)
+
+
+def test_measure_times_each_schedule_of_each_shape():
+    """On the CPU, with a clock that runs the call and counts."""
+    shapes = [calibrate.Shape(64, causal, 192, 2, 4, 2) for causal in (False, True)]
+    calls = []
+
+    def clock(run):
+        calls.append([tuple(gradient.shape) for gradient in run()])
+        return float(len(calls))
+
+    seen = []
+    timings = calibrate.measure(shapes, device="cpu", clock=clock, report=seen.append)
+    assert timings == seen
+    assert [(t.shape, t.schedule) for t in timings] == [(s, n) for s in shapes for n in SCHEDULES]
+    assert [t.us for t in timings] == [1000.0 * n for n in range(1, 9)]
+    assert calls == [[(2, 192, 4, 64), (2, 192, 2, 64), (2, 192, 2, 64)]] * 8
+
+
+def record_of(timings, sms=132):
+    rows = [{**t.shape._asdict(), "system": t.schedule, "ms": t.us / 1e3} for t in timings]
+    return {"environment": {"device": "made up", "sms": sms}, "rows": rows}
+
+
+def test_command_calibrates_from_a_record(tmp_path):
+    costs = Costs(2.6, 0.9, 0.7, 7.0)
+    record = record_of(made_up(costs, [s for s in SMALL_SHAPES if s.seqlen == 512]))
+    other = {**record["rows"][0], "system": "fa3+", "ms": 1e9}
+    record["rows"] += [other, {**other, "system": "shift", "error": "out of memory"}]
+    del record["rows"][-1]["ms"]
+    given, out = tmp_path / "given.json", tmp_path / "new" / "out.json"
+    given.write_text(json.dumps(record))
+    done = run_lab("calibrate", "--record", str(given), "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    result = json.loads(out.read_text())
+    assert (result["fitted_from"], result["record"], result["sms"]) == ("record", "given.json", 132)
+    assert result["environment"] == record["environment"] and len(result["rows"]) == 8
+    assert result["costs_us"]["128"]["compute"] == pytest.approx(costs.compute, rel=0.05)
+    assert "Rank correlation: mean" in done.stdout and "d 128 causal 512" in done.stdout
+    # What it writes is a record too, of the same times.
+    timings, sms, _ = calibrate.read_record(out)
+    assert (timings, sms) == calibrate.read_record(given)[:2]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("no JSON", "is no record of backward times"),
+        ("[1]", "is no record of backward times"),
+        ('{"environment": {"sms": 132}, "rows": [{"system": "shift", "ms": 1}]}', "KeyError: 'head_dim'"),
+        ('{"environment": {"sms": 132}, "rows": []}', "has no times of naive"),
+        (None, "No such file"),
+    ],
+)
+def test_command_names_what_is_wrong_with_a_record(tmp_path, capsys, content, words):
+    path = tmp_path / "record.json"
+    if content is not None:
+        path.write_text(content)
+    assert command.main(["calibrate", "--record", str(path)]) == 1
+    assert words in capsys.readouterr().err
+
+
+def test_a_record_names_its_sms(tmp_path):
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps(record_of(made_up(Costs(2.6, 0.9, 0.7, 7.0), SMALL_SHAPES[:1]), sms=None)))
+    with pytest.raises(ValueError, match="on how many SMs"):
+        calibrate.read_record(path)
+
+
+def test_command_without_a_gpu_says_so():
+    if calibrate_can_run():
+        pytest.skip("the kernels can run here")
+    done = run_lab("calibrate")
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.startswith("lab calibrate: ") and "--record FILE" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def calibrate_can_run():
+    try:
+        calibrate.gpu_environment()
+    except RuntimeError:
+        return False
+    return True
+
+
+def test_the_committed_calibration_is_what_explain_uses():
+    result = json.loads((RESULTS / "calibration.json").read_text())
+    for head_dim, costs in H200_COSTS.items():
+        fitted = result["costs_us"][str(head_dim)]
+        for name in ("compute", "reduce", "signal", "chain"):
+            assert getattr(costs, name) == pytest.approx(fitted[name], abs=0.006)
+    timings, sms, _ = calibrate.read_record(RESULTS / "calibration.json")
+    assert sms == result["sms"] and {t.shape for t in timings} == set(calibrate.PAPER_SHAPES)
+    # Its predictions are the model's, and not some older model's.
+    for row in result["rows"]:
+        shape = calibrate.Shape(**{name: row[name] for name in calibrate.Shape._fields})
+        if shape.seqlen <= 1024:
+            us = calibrate.predict(
+                shape, row["system"], H200_COSTS[shape.head_dim], sms, result["prepare_us"]
+            )
+            assert us == pytest.approx(row["predicted_ms"] * 1e3, rel=0.01)
+
+
+def test_auto_is_within_three_percent_of_the_best_measured_schedule():
+    timings, sms, _ = calibrate.read_record(RESULTS / "backward.json")
+    measured = calibrate.Calibration({}, sms, 0.0, tuple(timings), np.ones(len(timings)))
+    choices = measured.choices(calibrate.auto)
+    assert len(choices) == 24
+    assert max(choice.loss for choice in choices) < 0.03

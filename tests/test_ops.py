@@ -5,6 +5,7 @@ import torch
 from oracle import same_bits
 
 from dash_flash_attn import flash_attn_func
+from dash_flash_attn.checks import CUDA_MAX_HEADS, check_gradient_tensors, check_tensors
 from dash_flash_attn.layout import addressable
 
 FORWARD = torch.ops.dash_flash_attn.forward.default
@@ -175,3 +176,33 @@ def test_deterministic_mode_reaches_the_operator(monkeypatch: pytest.MonkeyPatch
     finally:
         torch.use_deterministic_algorithms(False)
     assert asked == [False, True]
+
+
+@pytest.mark.parametrize("stray", ["dout", "out", "lse"])
+def test_backward_refuses_tensors_of_another_device(stray: str) -> None:
+    """A kernel would take their address for one of its own GPU."""
+    q, k, v = qkv()
+    out, lse = FORWARD(q, k, v, 0.2, False)
+    tensors = {"dout": torch.randn_like(out), "q": q, "k": k, "v": v, "out": out, "lse": lse}
+    tensors[stray] = tensors[stray].to("meta")
+    with pytest.raises(ValueError, match=f"^{stray}: expected q's device"):
+        check_gradient_tensors(**tensors)
+
+
+def test_more_heads_than_a_launch_has_are_refused() -> None:
+    q = torch.empty((1, 1, CUDA_MAX_HEADS + 1, 64), dtype=torch.bfloat16, device="meta")
+    check_tensors(q, q, q)  # on the CPU, and for tracing, any number will do
+    with pytest.raises(NotImplementedError, match="^q: .* 65535"):
+        check_tensors(*(OnCuda(q),) * 3)
+
+
+class OnCuda:
+    """A meta tensor that says it is on CUDA."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __getattr__(self, name):
+        return getattr(self.tensor, name)

@@ -1,11 +1,13 @@
 """`python -m dash_flash_attn lab`: draws schedules on one page, and prints what each one costs.
 
 `python -m dash_flash_attn lab explain` says which schedule a call takes, and why.
+`python -m dash_flash_attn lab calibrate` fits the model to the kernels' times.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +22,8 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command. The arguments are the command line's after `lab`."""
     if argv and argv[0] == "explain":
         return _explain(argv[1:])
+    if argv and argv[0] == "calibrate":
+        return _calibrate(argv[1:])
     return _draw(argv)
 
 
@@ -121,11 +125,53 @@ def _explain(argv: Sequence[str]) -> int:
     return 0
 
 
+def _calibrate(argv: Sequence[str]) -> int:
+    from . import calibrate
+
+    parser = argparse.ArgumentParser(
+        prog="python -m dash_flash_attn lab calibrate",
+        description="Times the backward kernels on the 24 shapes of the paper with each schedule, fits the "
+        "pipelined model's costs to that, and prints how far the two agree.",
+    )
+    parser.add_argument(
+        "--record",
+        type=Path,
+        help="JSON of benchmarks/bench_backward.py or of this command: no GPU is needed",
+    )
+    parser.add_argument("--out", type=Path, help="JSON file for the result")
+    options = parser.parse_args(argv)
+    try:
+        if options.record:
+            timings, sms, environment = calibrate.read_record(options.record)
+            source = {"fitted_from": "record", "record": options.record.name}
+        else:
+            environment = calibrate.gpu_environment()
+            sms, source = environment["sms"], {"fitted_from": "kernels timed by this command"}
+            timings = calibrate.measure(
+                report=lambda t: print(f"{t.shape}, {t.schedule}: {t.us / 1e3:.3f} ms", file=sys.stderr)
+            )
+        result = calibrate.calibrate(timings, sms)
+    except RuntimeError as error:
+        print(f"lab calibrate: {error}; --record FILE takes times measured elsewhere", file=sys.stderr)
+        return 1
+    except (OSError, ValueError) as error:
+        print(f"lab calibrate: {error}", file=sys.stderr)
+        return 1
+    print(result)
+    if options.out:
+        content = {**source, "environment": environment, **result.as_json()}
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(content, indent=1) + "\n")
+        print(options.out)
+    return 0
+
+
 def _draw_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m dash_flash_attn lab",
         description="Draws schedules on one page (gantt) and their ranks (ranks), as PNG and SVG.",
-        epilog="`lab explain --help`: which schedule a call takes, and why",
+        epilog="`lab explain --help`: which schedule a call takes, and why; "
+        "`lab calibrate --help`: the model's costs from the kernels' times",
     )
     parser.add_argument("--mask", choices=("full", "causal"), default="causal")
     parser.add_argument(

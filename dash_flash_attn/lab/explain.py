@@ -6,15 +6,16 @@ from dataclasses import dataclass
 
 from ..ops import auto_schedule
 from ..schedule import SCHEDULES, plan_call, schedule_name
-from .simulate import Costs, simulate
+from .simulate import WAITS_IN_LINE, Costs, simulate
 
 H200_SMS = 132
 
-# In microseconds, by head dimension. `reduce` and `signal` are measured hops of the order. `compute` and
-# `chain` make the model agree with backward times of 512 and 16,384 tokens; docs/lab.md has the figures.
+# In microseconds, by head dimension: fitted by `lab calibrate --record` to the H200 times of 2026-11-29,
+# benchmarks/results/backward.json; the fit is benchmarks/results/calibration.json. What it says well is
+# compute, chain and the hop reduce + signal; how the hop splits into its two parts it hardly says.
 H200_COSTS = {
-    64: Costs(compute=2.7, reduce=1.0, signal=0.5, chain=11.0),
-    128: Costs(compute=2.7, reduce=1.0, signal=0.5, chain=11.0),
+    64: Costs(compute=2.941, reduce=1.806, signal=0.026, chain=4.58),
+    128: Costs(compute=2.572, reduce=0.711, signal=0.860, chain=6.83),
 }
 
 
@@ -94,8 +95,9 @@ def explain(
             forecasts.append(Forecast(name, plan.num_ctas_needed, None, None, None))
             continue
         run = simulate(
-            plan, num_sms, costs.compute, costs.reduce, costs.signal, "pipelined", chain=costs.chain
-        )
+            plan, num_sms, costs.compute, costs.reduce, costs.signal, "pipelined", chain=costs.chain,
+            drained=name in WAITS_IN_LINE,
+        )  # fmt: skip
         idle_share = float(run.idle.mean()) / run.makespan
         forecasts.append(Forecast(name, plan.num_ctas_needed, run.makespan, run.stall_share, idle_share))
         bound = run.lower_bound  # of the tiles alone, so the same for every schedule

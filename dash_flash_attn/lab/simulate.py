@@ -13,6 +13,9 @@ from ..schedule import Plan
 
 MODELS = ("paper", "pipelined")
 
+WAITS_IN_LINE = frozenset({"naive", "descending"})
+"""The policies with kWaitsInLine in csrc/schedule/: the kernel runs them as `simulate(drained=True)`."""
+
 
 class Deadlock(RuntimeError):
     """A simulation in which all CTAs wait. The text names one pair of tiles that does."""
@@ -128,6 +131,7 @@ def simulate(
     jitter: float = 0.0,
     seed: int = 0,
     unordered: bool = False,
+    drained: bool = False,
 ) -> Simulation:
     """Executes a plan and returns all that happened.
 
@@ -143,6 +147,8 @@ def simulate(
         jitter: compute times are uniform in [1 - jitter, 1 + jitter] times compute.
         seed: of the jitter. The same seed gives each task the same time, in every schedule of equal tables.
         unordered: reductions don't wait for turns: the control, what the order costs.
+        drained: in the pipelined model, an SM claims no chain before the last reduction of the one before,
+            whatever the cycles. The kernel does so for the schedules of WAITS_IN_LINE.
 
     Raises:
         ValueError: an argument out of range, or tables that are no plan (Plan.validate says more).
@@ -154,8 +160,12 @@ def simulate(
         raise ValueError(f"staging is {staging}; the pipelined model needs a buffer")
     costs = Costs(compute, reduce, signal, chain)
     staging = staging if model == "pipelined" else 0
+    tables = plan.tables()
+    if drained:
+        # The simulator drains until all chains of the cycle are claimed: as if they all were of one.
+        tables["cycle_end"] = np.full_like(tables["cycle_end"], len(plan.chain_table))
     line = _native.simulate(
-        **plan.tables(), sms=num_sms, compute=compute, reduce=reduce, signal=signal, chain=chain,
+        **tables, sms=num_sms, compute=compute, reduce=reduce, signal=signal, chain=chain,
         staging=staging, jitter=jitter, seed=seed, ordered=not unordered,
     )  # fmt: skip
     if line.pop("unfinished"):
