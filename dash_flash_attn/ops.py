@@ -41,8 +41,8 @@ def auto_schedule(seqlen_q: int, seqlen_k: int, head_dim: int, causal: bool) -> 
     """The schedule behind "auto". A function of the shape alone, since the bits depend on it."""
     if not causal:
         return "shift"
-    # Above 128 KV tiles half of them are more than one cycle, and descending's waiting in line weighs less
-    # (docs/lab.md, "Above 128 KV tiles"); at head dimension 64, where a tile's reduction is slow, it does not.
+    # Above 128 KV tiles half of them are more than one cycle, and waiting in line costs less than that, but
+    # not at head dimension 64, where a reduction takes longer (docs/lab.md, "Above 128 KV tiles").
     kv_rows = _native.tile_shape(head_dim)[1]
     return "descending" if head_dim == 128 and seqlen_k > 128 * kv_rows else "symmetric_shift"
 
