@@ -13,14 +13,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from harness import ROOT, environment, extra_bytes, load_module, matmul_tflops, median_ms, write_json
+from harness import ROOT, environment, extra_bytes, load_module, matmul_tflops, write_json
 
+from dash_flash_attn.lab.calibrate import HEAD_DIMS, HIDDEN, SEQLENS, TOKENS, median_ms
 from dash_flash_attn.schedule import SCHEDULES
 
-TOKENS = 16384
-HIDDEN = 2048
-SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
-DIMS = (128, 64)
 UNORDERED = "unordered"
 
 Backward = Callable[[], tuple[torch.Tensor, ...]]
@@ -133,7 +130,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--dims", type=numbers, default=list(DIMS), help="head dimensions (128,64)")
+    parser.add_argument("--dims", type=numbers, default=list(HEAD_DIMS), help="head dimensions (128,64)")
     parser.add_argument("--seqlens", type=numbers, default=list(SEQLENS), help="lengths (512,...,16384)")
     parser.add_argument(
         "--schedules", type=lambda s: s.split(","), default=[*SCHEDULES, UNORDERED],

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import dash_flash_attn
+from dash_flash_attn.lab.calibrate import median_ms
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -50,13 +51,6 @@ def _version(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
-
-
-def median_ms(run: Callable[[], Any]) -> float:
-    """The median time of a call on the GPU in milliseconds, the L2 cache emptied before each."""
-    from triton.testing import do_bench
-
-    return do_bench(run, return_mode="median")
 
 
 def matmul_tflops(n: int = 8192) -> float:

@@ -39,6 +39,7 @@ class _Policy:
     """A schedule for one head's tiles (csrc/schedule/policy.h). IndexError for tiles that do not meet."""
 
     name: ClassVar[str]
+    waits_in_line: ClassVar[bool]
     def __init__(self, grid: TileGrid) -> None: ...
     @property
     def grid(self) -> TileGrid: ...

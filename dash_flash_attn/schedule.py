@@ -43,6 +43,14 @@ def make_policy(name: str, grid: _native.TileGrid) -> _native.Policy:
     return _POLICIES[schedule_name(name)](grid)
 
 
+def waits_in_line(name: str) -> bool:
+    """Whether the kernel claims chains of a schedule one by one (csrc/schedule/policy.h, kWaitsInLine).
+
+    Raises ValueError for an unknown name.
+    """
+    return _POLICIES[schedule_name(name)].waits_in_line
+
+
 @dataclass(frozen=True)
 class Schedule:
     """What one schedule does for one shape: a readable view of the native policy.

@@ -113,6 +113,7 @@ void bind_policy(py::module_& m, char const* class_name) {
         .def(py::init<TileGrid const&>(), "grid"_a)
         .def_readonly("grid", &Policy::grid)
         .def_property_readonly_static("name", [](py::object) { return Policy::kName; })
+        .def_property_readonly_static("waits_in_line", [](py::object) { return Policy::kWaitsInLine; })
         .def(
             "visits", [=](Policy const& p, int kv) { return p.visits(kv_checked(p, kv)); }, "kv_tile"_a)
         .def(

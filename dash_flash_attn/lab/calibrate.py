@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..ops import auto_schedule
-from ..schedule import SCHEDULES, Plan, plan_call
-from .simulate import WAITS_IN_LINE, Costs, simulate
+from ..schedule import SCHEDULES, Plan, plan_call, waits_in_line
+from .simulate import Costs, simulate
 
 TOKENS = 16384
 HIDDEN = 2048
@@ -262,7 +262,7 @@ def predict(shape: Shape, schedule: str, costs: Costs, num_sms: int, prepare: fl
     """The model's time of a backward call, in microseconds. Raises Deadlock on too few SMs."""
     run = simulate(
         _plan(shape, schedule), num_sms, costs.compute, costs.reduce, costs.signal, "pipelined",
-        chain=costs.chain, drained=schedule in WAITS_IN_LINE,
+        chain=costs.chain, drained=waits_in_line(schedule),
     )  # fmt: skip
     return prepare + run.makespan
 

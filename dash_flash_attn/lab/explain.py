@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..ops import auto_schedule
-from ..schedule import SCHEDULES, plan_call, schedule_name
-from .simulate import WAITS_IN_LINE, Costs, simulate
+from ..schedule import SCHEDULES, plan_call, schedule_name, waits_in_line
+from .simulate import Costs, simulate
 
 H200_SMS = 132
 
@@ -96,7 +96,7 @@ def explain(
             continue
         run = simulate(
             plan, num_sms, costs.compute, costs.reduce, costs.signal, "pipelined", chain=costs.chain,
-            drained=name in WAITS_IN_LINE,
+            drained=waits_in_line(name),
         )  # fmt: skip
         idle_share = float(run.idle.mean()) / run.makespan
         forecasts.append(Forecast(name, plan.num_ctas_needed, run.makespan, run.stall_share, idle_share))

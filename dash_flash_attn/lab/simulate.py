@@ -13,9 +13,6 @@ from ..schedule import Plan
 
 MODELS = ("paper", "pipelined")
 
-WAITS_IN_LINE = frozenset({"naive", "descending"})
-"""The policies with kWaitsInLine in csrc/schedule/: the kernel runs them as `simulate(drained=True)`."""
-
 
 class Deadlock(RuntimeError):
     """A simulation in which all CTAs wait. The text names one pair of tiles that does."""
@@ -148,7 +145,7 @@ def simulate(
         seed: of the jitter. The same seed gives each task the same time, in every schedule of equal tables.
         unordered: reductions don't wait for turns: the control, what the order costs.
         drained: in the pipelined model, an SM claims no chain before the last reduction of the one before,
-            whatever the cycles. The kernel does so for the schedules of WAITS_IN_LINE.
+            whatever the cycles. The kernel does so for schedules that `schedule.waits_in_line`.
 
     Raises:
         ValueError: an argument out of range, or tables that are no plan (Plan.validate says more).
