@@ -20,7 +20,13 @@ struct Work {
     int claim;
 };
 
-// And of a step. `rank` is negative if the contributions are summed as they come.
+// What the math warps need to know of a stage.
+struct alignas(8) QueryTile {
+    int tile;
+    int masked;  // whether a pair of the tile is outside the mask or the tensors
+};
+
+// And what the writers need to know of a step. `rank` is negative if the contributions are summed as they come.
 struct alignas(16) StepSlot {
     int q_head;
     int q_tile;
@@ -45,7 +51,7 @@ struct Config {
     static constexpr int kQRows = tile_shape(kHeadDim).q_rows;
     static constexpr int kKvRows = tile_shape(kHeadDim).kv_rows;
 
-    // Q is held longest: from S until dK, which is issued behind the next tile's S.
+    // Q is held longest, from S until dK is done, and its next tile is needed first.
     static constexpr int kQStages = 3;
     static constexpr int kDoutStages = 2;
     static constexpr int kDqStages = 2;
@@ -56,21 +62,16 @@ struct Config {
     using DqPlace = RingPlace<kDqStages>;
     using WriterPlace = RingPlace<kWriterWarps>;
     using ChainPlace = RingPlace<kChainSlots>;
-    static constexpr int kStepSlots =
-        8;  // the loader is at most three stages and two staged tiles ahead of the writers
+    static constexpr int kStepSlots = 8;  // the loader is at most six steps ahead of the slowest writer
 
     static constexpr int kMathWarpgroups = 2;
     static constexpr int kMathThreads = kMathWarpgroups * 128;
     static constexpr int kMathWarps = kMathThreads / 32;
     static constexpr int kThreads = 128 + kMathThreads;
     // 128 service threads and 256 math threads share the 64512 registers that 384 threads start with.
-    static constexpr int kServiceRegisters = kHeadDim == 128 ? 24 : 40;
-    static constexpr int kMathRegisters = kHeadDim == 128 ? 240 : 232;
+    static constexpr int kServiceRegisters = 24;
+    static constexpr int kMathRegisters = 240;
     static_assert(kServiceRegisters * 128 + kMathRegisters * kMathThreads == 64512);
-
-    // Whether dK takes dS from the registers where it was made. With 128 queries a tile they are needed for
-    // other things, and dK takes it from shared memory like dQ.
-    static constexpr bool kDkFromRegisters = kQRows == 64;
 
     static_assert(kKvRows == 64 * kMathWarpgroups, "each math warpgroup owns 64 KV rows");
     static_assert(kHeadDim == 64 || kHeadDim == 128);
@@ -112,13 +113,9 @@ struct Config {
     using MmaScores = decltype(cute::make_tiled_mma(
         cute::GMMA::ss_op_selector<Element, Element, float, AtomShape<kQRows>, kRowMajor, kRowMajor>(),
         cute::Layout<cute::Shape<cute::_2, cute::_1, cute::_1>>{}));
-    // dV = P^T dO: (keys, features). P stays in the registers that the scores came in.
-    using MmaDv = decltype(cute::make_tiled_mma(
+    // dV = P^T dO and dK = dS^T Q: (keys, features). P and dS stay in the registers that the scores came in.
+    using MmaGradient = decltype(cute::make_tiled_mma(
         cute::GMMA::rs_op_selector<Element, Element, float, AtomShape<kHeadDim>, kRowMajor, kColumnMajor>(),
-        cute::Layout<cute::Shape<cute::_2, cute::_1, cute::_1>>{}));
-    // dK = dS^T Q: (keys, features). dS is in shared memory anyway, for dQ.
-    using MmaDk = decltype(cute::make_tiled_mma(
-        cute::GMMA::ss_op_selector<Element, Element, float, AtomShape<kHeadDim>, kRowMajor, kColumnMajor>(),
         cute::Layout<cute::Shape<cute::_2, cute::_1, cute::_1>>{}));
     // dQ = dS K: (queries, features), 64 x 64 a warpgroup: one half of the features, or of the queries.
     using MmaDq = decltype(cute::make_tiled_mma(
@@ -140,7 +137,7 @@ struct Config {
         alignas(1024) Element ds[kKvRows * kQRows];
         alignas(1024) float dq[kDqStages][kDqTileFloats];      // see StagedTile
         alignas(128) float4 statistics[kQStages][kQRows / 2];  // (LSE, LSE, D, D) of two neighbouring queries
-        int q_tile[kQStages];
+        QueryTile q_tile[kQStages];
         StepSlot step[kStepSlots];
         Work work[kChainSlots];
 
@@ -153,7 +150,7 @@ struct Config {
 };
 
 // Hardware barriers between the math warpgroups; CUTLASS keeps the first few ids for itself.
-// ds_free + w: math warpgroup w may write dS, since the other one has read it.
-enum class WarpBarrier : uint32_t { math = 0, ds_free = 1 };
+// For math warpgroup w, ds_full + w: the other one has written its half of dS; ds_empty + w: it has read dS.
+enum class WarpBarrier : uint32_t { math = 0, ds_full = 1, ds_empty = 3 };
 
 }  // namespace dash

@@ -55,7 +55,9 @@ int resident_ctas_needed(ScheduleId schedule, schedule::TileGrid const& grid) {
 }
 
 void check(cudaError_t status, char const* what) {
-    if (status != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status));
+    if (status == cudaSuccess) return;
+    cudaGetLastError();  // or the next caller of the runtime, who has nothing to do with it, is told of it
+    throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status));
 }
 
 // Runs `f`; what it throws becomes a message and a return code.
@@ -89,9 +91,14 @@ std::atomic<StuckReport*> the_stuck_report{nullptr};
 
 StuckReport* stuck_report() {
     static StuckReport* const report = [] {
+        // The first call of a process may be captured into a graph, during which memory is allocated in this mode only.
+        cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+        check(cudaThreadExchangeStreamCaptureMode(&mode), "stream capture mode");
         void* memory = nullptr;
-        check(cudaHostAlloc(&memory, sizeof(StuckReport), cudaHostAllocPortable | cudaHostAllocMapped),
-              "memory for reports");
+        cudaError_t const status =
+            cudaHostAlloc(&memory, sizeof(StuckReport), cudaHostAllocPortable | cudaHostAllocMapped);
+        check(cudaThreadExchangeStreamCaptureMode(&mode), "stream capture mode");
+        check(status, "memory for reports");
         the_stuck_report = new (memory) StuckReport{};
         return the_stuck_report.load();
     }();
@@ -135,6 +142,7 @@ struct WorkspacePointers {
 int prepare(BackwardParams const& p) {
     validate(p);
     check(cudaSetDevice(p.device), "device");
+    stuck_report();  // fails, if it does, before the first launch
     WorkspaceLayout const layout = workspace_layout(p);
     WorkspacePointers const workspace(p, layout);
     bool const clear_sum = !p.ordered;
@@ -148,13 +156,15 @@ int prepare(BackwardParams const& p) {
                                 layout.counters,
                                 clear_sum ? reinterpret_cast<float4*>(workspace.dq_sum) : nullptr,
                                 clear_sum ? (layout.dkv_sum - layout.dq_sum) / 16 : 0};
-    dim3 const blocks(schedule::ceil_div(p.seqlen_q, kPrepareRows), p.heads_q, p.batch);
-    auto const stream = static_cast<cudaStream_t>(p.stream);
-    with_types(p, [&](auto element, auto head_dim) {
-        prepare_kernel<decltype(element), head_dim><<<blocks, kPrepareThreads, 0, stream>>>(args);
-        return 0;
-    });
-    check(cudaGetLastError(), "launch of the prepare kernel");
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(schedule::ceil_div(p.seqlen_q, kPrepareRows), p.heads_q, p.batch);
+    config.blockDim = kPrepareThreads;
+    config.stream = static_cast<cudaStream_t>(p.stream);
+    check(with_types(p,
+                     [&](auto element, auto head_dim) {
+                         return cudaLaunchKernelEx(&config, prepare_kernel<decltype(element), head_dim>, args);
+                     }),
+          "launch of the prepare kernel");
     return 0;
 }
 

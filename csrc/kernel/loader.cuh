@@ -52,7 +52,7 @@ struct Loader {
                 int const q_tile = policy.visit(work.kv_tile, visit);
                 int const rank = args.ordered ? policy.rank(work.kv_tile, q_tile) : -1;
                 int const q_head = work.first_q_head + head;
-                load_query(work.batch, {q_head, q_tile, rank, policy.grid.contributors(q_tile)}, step);
+                load_query(work, {q_head, q_tile, rank, policy.grid.contributors(q_tile)}, step);
                 load_dout(work.batch, q_head, q_tile, step);
                 // After the first query tile, whose stages are free before the last chain is done with its K and V.
                 if (left == work.steps) load_key_value(work, chain_count);
@@ -85,16 +85,16 @@ struct Loader {
         load_tile<Config::kKvRows>(args.v, shared.v_full, shared.v, work.kv_tile, work.kv_head, work.batch);
     }
 
-    __device__ void load_query(int batch, StepSlot const& slot, uint32_t step) {
+    __device__ void load_query(Work const& work, StepSlot const& slot, uint32_t step) {
         typename Config::QPlace const place(step);
         shared.q_empty[place.slot].wait(place.parity ^ 1);
-        shared.q_tile[place.slot] = slot.q_tile;
+        shared.q_tile[place.slot] = {slot.q_tile, policy.grid.needs_mask(work.kv_tile, slot.q_tile)};
         shared.step[step % Config::kStepSlots] = slot;
         TransferBarrier& full = shared.q_full[place.slot];
         full.arrive_and_expect_tx(sizeof(shared.q[0]) + sizeof(shared.statistics[0]));
-        load_tile<Config::kQRows>(args.q, full, shared.q[place.slot], slot.q_tile, slot.q_head, batch);
+        load_tile<Config::kQRows>(args.q, full, shared.q[place.slot], slot.q_tile, slot.q_head, work.batch);
         load_box(args.statistics, full, shared.statistics[place.slot], 0, slot.q_tile * (Config::kQRows / 2),
-                 slot.q_head, batch);
+                 slot.q_head, work.batch);
     }
 
     __device__ void load_dout(int batch, int q_head, int q_tile, uint32_t step) {

@@ -19,27 +19,28 @@ struct Math {
     using Element = typename Config::Element;
     using QPlace = typename Config::QPlace;
     using DoutPlace = typename Config::DoutPlace;
+    using DqPlace = typename Config::DqPlace;
     static constexpr int kScoreBlocks = Config::kQRows / 8;
+    static constexpr int kSlices = Config::kQRows / 16;  // of a tile's queries, as one product step takes them
 
     using Scores = decltype(cute::partition_fragment_C(
         typename Config::MmaScores{}, cute::Shape<cute::Int<Config::kKvRows>, cute::Int<Config::kQRows>>{}));
     using Gradient = decltype(cute::partition_fragment_C(
-        typename Config::MmaDk{}, cute::Shape<cute::Int<Config::kKvRows>, cute::Int<Config::kHeadDim>>{}));
+        typename Config::MmaGradient{}, cute::Shape<cute::Int<Config::kKvRows>, cute::Int<Config::kHeadDim>>{}));
     using DqBlock = decltype(cute::partition_fragment_C(
         typename Config::MmaDq{}, cute::Shape<cute::Int<Config::kQRows>, cute::Int<Config::kHeadDim>>{}));
     using Weights = decltype(cute::make_tensor<Element>(cute::partition_shape_A(
-        typename Config::MmaDv{}, cute::Shape<cute::Int<Config::kKvRows>, cute::Int<Config::kQRows>>{})));
+        typename Config::MmaGradient{}, cute::Shape<cute::Int<Config::kKvRows>, cute::Int<Config::kQRows>>{})));
 
     KernelArguments const& args;
     Shared& shared;
-
-    // Asked for anew at each use: a value derived from it is then not kept over the loop, where every
-    // register counts.
-    __device__ static int lane() { return ptx::thread_index() % 32; }
-    __device__ static int warp() { return ptx::thread_index() / 32 % 4; }  // within the warpgroup
     // 0 or 1. The shuffle tells the compiler that it is one number for the warp: descriptors that depend on it
     // stay in uniform registers.
-    __device__ static int warpgroup() { return __shfl_sync(0xffffffffu, ptx::thread_index() / 128 - 1, 0); }
+    int const warpgroup_number = __shfl_sync(0xffffffffu, threadIdx.x / 128 - 1, 0);
+    // This lane's places in shared memory, in the first stage.
+    uint32_t const ds_place = ds_address();
+    uint32_t const dq_place = dq_address();
+    uint32_t const statistics_place = cute::cast_smem_ptr_to_uint(&shared.statistics[0][threadIdx.x % 4]);
 
     __device__ Math(KernelArguments const& a, Shared& s) : args(a), shared(s) {}
 
@@ -53,11 +54,9 @@ struct Math {
         Tensor dout = make_tensor(make_smem_ptr(shared.dout[0]), typename Config::DoutLayout{});
         Tensor doutt = make_tensor(make_smem_ptr(shared.dout[0]), typename Config::DoutTransposed{});
         Tensor dst = make_tensor(make_smem_ptr(shared.ds), typename Config::DsTransposed{});
-        Tensor ds = make_tensor(make_smem_ptr(shared.ds), typename Config::DsLayout{});
 
         typename Config::MmaScores mma_scores;
-        typename Config::MmaDv mma_dv;
-        typename Config::MmaDk mma_dk;
+        typename Config::MmaGradient mma_gradient;
         typename Config::MmaDq mma_dq;
         auto const key_operand = [&](auto const& tile) {
             return warpgroup_slice(mma_scores).partition_fragment_A(tile);
@@ -66,77 +65,74 @@ struct Math {
             return warpgroup_slice(mma_scores).partition_fragment_B(tiles);
         };
         auto const column_operand = [&](auto const& tiles) {
-            return warpgroup_slice(mma_dv).partition_fragment_B(tiles);
+            return warpgroup_slice(mma_gradient).partition_fragment_B(tiles);
         };
 
         Gradient dk, dv;
         Scores s;
-        DqBlock dq;
         uint32_t step = 0;
 
+        QueryTile tile;
+        Lookahead lse;
+        // What is read from shared memory for the tile's mask and P is read in front of the product, which leaves
+        // shared memory little time for others.
         auto const issue_scores = [&] {
             QPlace const place(step);
             shared.q_full[place.slot].wait(place.parity);
+            tile = load_tile(place.slot);
+            lse.template start<0>(*this, place.slot);
             issue(mma_scores, key_operand(k), query_operand(q)(_, _, _, place.slot), s, true);
         };
-        // P of a tile, slice by slice, and dV right behind: the tensor cores start on the first 16 queries
-        // while the exponentials of the others are under way.
-        auto const weigh = [&](Weights& p, int kv_tile, bool masked, SliceStatistics ahead) {
-            DoutPlace const place(step);
-            uint32_t const stage = QPlace(step).slot;
-            if (masked) mask(s, kv_tile, shared.q_tile[stage]);
-            Tensor dout_columns = column_operand(doutt)(_, _, _, place.slot);
+        // P of some slices of a tile, and dV right behind: the tensor cores start on the first 16 queries while
+        // the exponentials of the others are under way.
+        auto const weigh = [&](Weights& p, int first, int end) {
+            Tensor dout_columns = column_operand(doutt)(_, _, _, DoutPlace(step).slot);
             warpgroup_fence_operand(dv);
-            mma_dv.accumulate_ = GMMA::ScaleOut::One;
+            mma_gradient.accumulate_ = GMMA::ScaleOut::One;
             CUTE_UNROLL
-            for (int slice = 0; slice < kScoreBlocks / 2; ++slice) {
-                SliceStatistics const lse = ahead;
-                if (slice + 1 < kScoreBlocks / 2) ahead = load_statistics<0>(stage, slice + 1);
-                probabilities(s, p, lse, slice);
+            for (int slice = first; slice < end; ++slice) {
+                probabilities(s, p, lse.template next<0>(*this, QPlace(step).slot, slice), slice);
                 warpgroup_arrive();
-                gemm(mma_dv, p(_, _, slice), dout_columns(_, _, slice), dv);
+                gemm(mma_gradient, p(_, _, slice), dout_columns(_, _, slice), dv);
             }
             warpgroup_commit_batch();
         };
         auto const issue_dp = [&](Scores& dp) {
             issue(mma_scores, key_operand(v), query_operand(dout)(_, _, _, DoutPlace(step).slot), dp, true);
         };
-        // dS = P (dP - D) of a tile, and dK behind it in the same way, if dS stays in registers.
-        auto const differentiate = [&](Scores const& dp, Weights& weights, SliceStatistics ahead) {
+        // dS = P (dP - D) of a tile, and dK behind it in the same way.
+        auto const differentiate = [&](Scores const& dp, Weights& ds, Lookahead& d) {
             uint32_t const stage = QPlace(step).slot;
             Tensor q_columns = column_operand(qt)(_, _, _, stage);
             warpgroup_fence_operand(dk);
-            mma_dv.accumulate_ = GMMA::ScaleOut::One;
+            mma_gradient.accumulate_ = GMMA::ScaleOut::One;
             CUTE_UNROLL
-            for (int slice = 0; slice < kScoreBlocks / 2; ++slice) {
-                SliceStatistics const d = ahead;
-                if (slice + 1 < kScoreBlocks / 2) ahead = load_statistics<1>(stage, slice + 1);
-                score_gradients(s, dp, weights, d, slice);
-                if constexpr (Config::kDkFromRegisters) {
-                    warpgroup_arrive();
-                    gemm(mma_dv, weights(_, _, slice), q_columns(_, _, slice), dk);
-                }
+            for (int slice = 0; slice < kSlices; ++slice) {
+                score_gradients(s, dp, ds, d.template next<1>(*this, stage, slice), slice);
+                warpgroup_arrive();
+                gemm(mma_gradient, ds(_, _, slice), q_columns(_, _, slice), dk);
             }
-            if constexpr (Config::kDkFromRegisters) warpgroup_commit_batch();
+            warpgroup_commit_batch();
         };
-        // dK, if dS does not stay in registers, and dQ, from the dS in shared memory.
-        auto const issue_dk_dq = [&](uint32_t of_step) {
-            if constexpr (!Config::kDkFromRegisters)
-                issue(mma_dk, warpgroup_slice(mma_dk).partition_fragment_A(ds),
-                      column_operand(qt)(_, _, _, QPlace(of_step).slot), dk);
+        auto const issue_dq = [&](DqBlock& dq) {
+            await_ds();
             issue(mma_dq, warpgroup_slice(mma_dq).partition_fragment_A(dst),
                   warpgroup_slice(mma_dq).partition_fragment_B(kt), dq, true);
         };
 
         // The order of a tile j, so that the tensor cores have something to do beside the arithmetic:
         //
-        //   issue dP(j)
-        //   dS(j), slice by slice       dK(j) right behind (or further down, see kDkFromRegisters)
-        //   issue S(j+1)                publish dS(j) under it
-        //   issue dQ(j)
-        //   P(j+1), slice by slice      dV(j+1) right behind
-        //   stage dQ(j) under dV(j+1)
-        allow_ds();
+        //   issue dP(j), under dV(j)
+        //   dS(j), slice by slice           dK(j) right behind
+        //   publish dS(j), issue S(j+1)
+        //   issue dQ(j), under S(j+1)
+        //   half of P(j+1)                  its dV right behind
+        //   stage dQ(j), under that dV
+        //   the other half of P(j+1)        its dV right behind
+        //
+        // dP and dQ are declared where a tile begins with them: declared further out, ptxas would keep registers
+        // for them all the way round.
+        barrier_arrive(WarpBarrier::ds_empty);
         for (uint32_t chain_count = 0;; ++chain_count) {
             typename Config::ChainPlace const chain(chain_count);
             shared.chain_full[chain.slot].wait(chain.parity);
@@ -147,59 +143,61 @@ struct Math {
 
             shared.k_full.wait(chain_count & 1);
             issue_scores();
-            bool masked = prepare_weights(step, work.kv_tile);
-            SliceStatistics ahead = load_statistics<0>(QPlace(step).slot, 0);
+            wait_for_dout(step);
             warpgroup_wait<0>();
             warpgroup_fence_operand(s);
+            if (tile.masked) mask(s, work.kv_tile, tile.tile);
             {
                 Weights p;
-                weigh(p, work.kv_tile, masked, ahead);
+                weigh(p, 0, kSlices);
                 warpgroup_wait<0>();
             }
             shared.v_full.wait(chain_count & 1);
             uint32_t const end = step + work.steps;
             while (true) {
-                Weights weights;
+                Weights ds;
                 {
                     Scores dp;
+                    Lookahead d;
+                    d.template start<1>(*this, QPlace(step).slot);
                     issue_dp(dp);
-                    ahead = load_statistics<1>(QPlace(step).slot, 0);
                     warpgroup_wait<0>();
                     warpgroup_fence_operand(dp);
                     release(shared.dout_empty[DoutPlace(step).slot]);
-                    differentiate(dp, weights, ahead);
+                    differentiate(dp, ds, d);
                 }
+                DqBlock dq;
+                // Published in both branches: a branch between dK's products and the stores makes ptxas serialise.
                 if (++step == end) {
-                    publish_ds(weights);
-                    issue_dk_dq(step - 1);
+                    publish_ds(ds);
+                    issue_dq(dq);
+                    warpgroup_wait<0>();
+                    warpgroup_fence_operand(dq);
+                    barrier_arrive(WarpBarrier::ds_empty);
+                    stage_dq(dq, step - 1, false);
                     break;
                 }
+                publish_ds(ds);
                 issue_scores();
-                publish_ds(weights);
-                issue_dk_dq(step - 1);
-                masked = prepare_weights(step, work.kv_tile);
-                ahead = load_statistics<0>(QPlace(step).slot, 0);
-                warpgroup_wait<Config::kDkFromRegisters ? 1 : 2>();
+                issue_dq(dq);
+                wait_for_dout(step);
+                warpgroup_wait<1>();
                 warpgroup_fence_operand(s);
-                {
-                    Weights p;
-                    weigh(p, work.kv_tile, masked, ahead);
-                    warpgroup_wait<1>();
-                    release(shared.q_empty[QPlace(step - 1).slot]);
-                    warpgroup_fence_operand(dq);
-                    allow_ds();
-                    stage_dq(dq, step - 1);
-                    warpgroup_wait<0>();
-                }
+                release(shared.q_empty[QPlace(step - 1).slot]);
+                bool const stage_free = dq_stage_free(step - 1);
+                if (tile.masked) mask(s, work.kv_tile, tile.tile);
+                Weights p;
+                weigh(p, 0, kSlices / 2);
+                warpgroup_wait<1>();
+                warpgroup_fence_operand(dq);
+                barrier_arrive(WarpBarrier::ds_empty);
+                stage_dq(dq, step - 1, stage_free);
+                weigh(p, kSlices / 2, kSlices);
             }
-            warpgroup_wait<0>();
             warpgroup_fence_operand(dk);
             warpgroup_fence_operand(dv);
-            warpgroup_fence_operand(dq);
             release(shared.q_empty[QPlace(step - 1).slot]);
             release(shared.kv_empty);
-            allow_ds();
-            stage_dq(dq, step - 1);
 
             GradientStore<Config>(args, work, warpgroup()).store(dk, dv);
             release(shared.chain_empty[chain_count % Config::kChainSlots]);
@@ -207,8 +205,18 @@ struct Math {
     }
 
   private:
+    // The empty instruction hides where the number comes from: what is derived from it is then computed where it
+    // is needed and not kept over the loop, where every register counts.
+    __device__ int warpgroup() const {
+        int number = warpgroup_number;
+        asm volatile("" : "+r"(number));
+        return number;
+    }
+    __device__ static int lane() { return ptx::thread_index() % 32; }
+    __device__ static int warp() { return ptx::thread_index() / 32 % 4; }  // within the warpgroup
+
     template <class Mma>
-    __device__ static auto warpgroup_slice(Mma const& mma) {
+    __device__ auto warpgroup_slice(Mma const& mma) const {
         return mma.get_slice(warpgroup() * 128);
     }
 
@@ -227,23 +235,44 @@ struct Math {
         warpgroup_commit_batch();
     }
 
-    // What can be done before S is there: waits for dO and tells whether the tile needs the mask.
-    __device__ bool prepare_weights(uint32_t step, int kv_tile) {
+    __device__ void wait_for_dout(uint32_t step) {
         DoutPlace const place(step);
         shared.dout_full[place.slot].wait(place.parity);
-        return args.grid.needs_mask(kv_tile, shared.q_tile[QPlace(step).slot]);
+    }
+
+    __device__ QueryTile load_tile(uint32_t stage) {
+        int2 const words = ptx::load_shared<int2>(cute::cast_smem_ptr_to_uint(&shared.q_tile[stage]));
+        return {words.x, words.y};
     }
 
     // The log-sum-exp (part 0) or D (part 1) of this lane's queries in a slice, in pairs of neighbours.
-    // Loaded a slice ahead, since the latency of shared memory is longer than a slice's arithmetic.
     struct SliceStatistics {
         float2 pair[2];
     };
     template <int kPart>
     __device__ SliceStatistics load_statistics(uint32_t stage, int slice) {
-        float4 const* const first = &shared.statistics[stage][8 * slice + lane() % 4];
-        return {{reinterpret_cast<float2 const*>(first)[kPart], reinterpret_cast<float2 const*>(first + 4)[kPart]}};
+        uint32_t const first = statistics_place + stage * sizeof(shared.statistics[0]) + slice * 128 + kPart * 8;
+        return {{ptx::load_shared<float2>(first), ptx::load_shared<float2>(first + 64)}};
     }
+
+    // The statistics of the next slices: the latency of shared memory is longer than a slice's arithmetic.
+    struct Lookahead {
+        static constexpr int kAhead = Config::kQRows == 64 ? 4 : 2;
+        SliceStatistics slices[kAhead];
+
+        template <int kPart>
+        __device__ void start(Math& math, uint32_t stage) {
+#pragma unroll
+            for (int i = 0; i < kAhead; ++i) slices[i] = math.template load_statistics<kPart>(stage, i);
+        }
+        template <int kPart>
+        __device__ SliceStatistics next(Math& math, uint32_t stage, int slice) {
+            SliceStatistics const statistics = slices[slice % kAhead];
+            if (slice + kAhead < kSlices)
+                slices[slice % kAhead] = math.template load_statistics<kPart>(stage, slice + kAhead);
+            return statistics;
+        }
+    };
 
     // P of 16 queries, in place and as an operand.
     __device__ void probabilities(Scores& s, Weights& p, SliceStatistics const& lse, int slice) {
@@ -290,48 +319,63 @@ struct Math {
         }
     }
 
-    // A score fragment's registers, in order, are the registers of the next product's A operand.
-    __device__ static void pack(Scores const& from, Weights& to) {
-        cute::Tensor words = cute::recast<uint32_t>(to);
-#pragma unroll
-        for (int i = 0; i < cute::size(words); ++i) words(i) = ptx::pack<Element>(from(2 * i), from(2 * i + 1));
-    }
-
-    // Lets the other warpgroup write its next dS: this one has read the last.
-    __device__ static void allow_ds() {
-        cutlass::arch::NamedBarrier::arrive(Config::kMathThreads, uint32_t(WarpBarrier::ds_free) + 1 - warpgroup());
-    }
-
-    // Writes this warpgroup's dS^T to shared memory and returns when the other has written its own.
-    __device__ void publish_ds(Weights const& ds) {
-        cutlass::arch::NamedBarrier::sync(Config::kMathThreads, uint32_t(WarpBarrier::ds_free) + warpgroup());
-        cute::Tensor target = cute::make_tensor(cute::make_smem_ptr(shared.ds), typename Config::DsLayout{});
-        cute::Tensor words = cute::recast<uint32_t const>(ds);
+    // A row of dS^T is 128 bytes a panel of 64 queries, whose eight pieces are permuted by the row's number, as the
+    // tensor cores read them. A lane stores rows of matrices of 8 x 8.
+    __device__ uint32_t ds_address() const {
         int const row = warpgroup() * 64 + warp() * 16 + lane() % 16;
-        int const column = lane() / 16 * 8;
+        return cute::cast_smem_ptr_to_uint(shared.ds) + row * 128 + (lane() / 16 ^ row % 8) * 16;
+    }
+
+    // Writes this warpgroup's dS^T to shared memory and tells the other.
+    __device__ void publish_ds(Weights const& ds) {
+        cute::Tensor words = cute::recast<uint32_t const>(ds);
+        barrier_sync(WarpBarrier::ds_empty);
 #pragma unroll
         for (int b = 0; b < kScoreBlocks; b += 2)
-            cute::SM90_U32x4_STSM_N::copy(words(2 * b), words(2 * b + 1), words(2 * b + 2), words(2 * b + 3),
-                                          *reinterpret_cast<cute::uint128_t*>(&target(row, column + 8 * b)));
-        cutlass::arch::fence_view_async_shared();
-        cutlass::arch::NamedBarrier::sync(Config::kMathThreads, uint32_t(WarpBarrier::math));
+            ptx::store_matrices((ds_place ^ b % 8 * 16) + b / 8 * Config::kKvRows * 128, words(2 * b), words(2 * b + 1),
+                                words(2 * b + 2), words(2 * b + 3));
+        barrier_arrive(WarpBarrier::ds_full);
     }
 
-    // Hands a dQ block to the writers.
-    __device__ void stage_dq(DqBlock const& dq, uint32_t step) {
-        typename Config::DqPlace const place(step);
-        shared.dq_empty[place.slot].wait(place.parity ^ 1);
-        float* const tile = shared.dq[place.slot];
+    // Returns when both halves of dS^T are in shared memory, for the tensor cores to read. The fence stands here
+    // and not at the stores: there it would wait for them.
+    __device__ void await_ds() {
+        barrier_sync(WarpBarrier::ds_full);
+        cutlass::arch::fence_view_async_shared();
+    }
+
+    // A pair of barriers, one a warpgroup: each arrives at the other's and waits at its own.
+    __device__ void barrier_arrive(WarpBarrier pair) {
+        cutlass::arch::NamedBarrier::arrive(Config::kMathThreads, uint32_t(pair) + 1 - warpgroup());
+    }
+    __device__ void barrier_sync(WarpBarrier pair) {
+        cutlass::arch::NamedBarrier::sync(Config::kMathThreads, uint32_t(pair) + warpgroup());
+    }
+
+    __device__ uint32_t dq_address() const {
         constexpr bool kSplitColumns = Config::kQRows == 64;  // how the two warpgroups share the tile
         int const row = (kSplitColumns ? 0 : warpgroup() * 64) + warp() * 16 + lane() / 4;
         int const column = (kSplitColumns ? warpgroup() * 64 : 0) + lane() % 4 * 2;
+        return cute::cast_smem_ptr_to_uint(shared.dq[0]) + StagedTile<Config>::offset(row, column) * 4;
+    }
+
+    // Whether the next buffer for dQ is free. Asked ahead: an answer takes as long as a few products.
+    __device__ bool dq_stage_free(uint32_t step) {
+        DqPlace const stage(step);
+        return shared.dq_empty[stage.slot].test_wait(stage.parity ^ 1);
+    }
+
+    // Hands a dQ block to the writers, whose fence makes it visible to the bulk copy.
+    __device__ void stage_dq(DqBlock const& dq, uint32_t step, bool free) {
+        DqPlace const stage(step);
+        if (!free) shared.dq_empty[stage.slot].wait(stage.parity ^ 1);
+        uint32_t const place = dq_place + stage.slot * sizeof(shared.dq[0]);
 #pragma unroll
         for (int b = 0; b < 8; ++b)
 #pragma unroll
             for (int half = 0; half < 2; ++half)
-                *reinterpret_cast<float2*>(tile + StagedTile<Config>::offset(row + 8 * half, column + 8 * b)) =
-                    make_float2(dq(4 * b + 2 * half), dq(4 * b + 2 * half + 1));
-        cutlass::arch::fence_view_async_shared();
+                ptx::store_shared((place ^ b % 4 * 32) + b / 4 * 128 + half * 8 * Config::kHeadDim * 4,
+                                  dq(4 * b + 2 * half), dq(4 * b + 2 * half + 1));
         release(shared.dq_full[step % Config::kWriterWarps]);
     }
 

@@ -45,7 +45,9 @@ struct Writer {
         StepSlot const& slot = shared.step[step % Config::kStepSlots];
         bool complete = false;
         if (lane() == 0) complete = contribute(work, slot, staged);
-        if (__shfl_sync(0xffffffffu, complete, 0)) finish(work.batch, slot, staged);
+        complete = __shfl_sync(0xffffffffu, complete, 0);
+        __syncwarp();  // a shuffle alone orders no memory: the total came by lane 0
+        if (complete) finish(work.batch, slot, staged);
         shared.dq_empty[step % Config::kDqStages].arrive();
     }
 
@@ -64,6 +66,7 @@ struct Writer {
                           slot.q_head, slot.q_tile, work.kv_tile);
             ptx::fence_proxy_async_global();
         }
+        cutlass::arch::fence_view_async_shared();  // what the math warps staged, for the copy
         if (rank == 0)
             cute::SM90_BULK_COPY_S2G::copy(staged, sum, kBytes);
         else

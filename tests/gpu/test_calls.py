@@ -1,5 +1,9 @@
 """Tensors, streams, graphs and devices as callers bring them: the same bits as the plain call."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from cases import Case, backward, forward
@@ -111,6 +115,25 @@ def test_cuda_graph() -> None:
         x.copy_(other)
     graph.replay()
     assert_same(results, step())
+
+
+def test_graph_of_the_first_call(tmp_path: Path) -> None:
+    """In a fresh process, with nothing of ours run before the capture begins."""
+    tensors, expected = plain()
+    torch.save((tensors, expected), tmp_path / "tensors.pt")
+    script = f"""
+import torch
+import dash_flash_attn
+tensors, expected = torch.load({str(tmp_path / "tensors.pt")!r}, map_location="cuda")
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    results = torch.ops.dash_flash_attn.backward(*tensors, {CASE.head_dim**-0.5}, {CASE.causal}, "auto", True, 0)
+graph.replay()
+torch.cuda.synchronize()
+assert all(torch.equal(x, y) for x, y in zip(results, expected, strict=True))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_captured_training_step() -> None:

@@ -91,6 +91,7 @@ BATCHED = [
     Case(1, 2000, 8, 2, 128, BF16, False, batch=4),
     Case(777, 777, 8, 1, 128, FP16, False, batch=6),
     Case(64, 64, 16, 16, 64, BF16, True, batch=64),
+    Case(4096, 4096, 16, 4, 128, BF16, True, batch=3),
 ]
 
 
