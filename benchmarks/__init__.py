@@ -1,0 +1,1 @@
+"""Measures what the paper claims: `python -m benchmarks --help`."""

@@ -1,0 +1,99 @@
+"""How far dQ, dK and dV are from attention in float64, on the same inputs.
+
+The error of a gradient x is |x - exact| / |exact| in the Euclidean norm over all its numbers. One batch entry,
+8 query heads and 4 KV heads, bfloat16, standard normal inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, partial
+from types import ModuleType
+
+import torch
+
+from . import harness, tables
+from .harness import Row
+from .shapes import Shape, cell_name
+from .systems import AUTO, OURS, UNORDERED, System, add_arguments, behind_auto, chosen
+
+GRADIENTS = ("dq", "dk", "dv")
+
+FULL = tuple(
+    Shape(head_dim, causal, seqlen, 1, 8, 4)
+    for head_dim in (128, 64)
+    for causal in (False, True)
+    for seqlen in (1024, 16384)
+)
+QUICK = tuple(shape for shape in FULL if shape.seqlen == 1024 or shape.head_dim == 128)
+
+
+@cache
+def oracle() -> ModuleType:
+    """The float64 attention that the tests measure against."""
+    threads = torch.get_num_threads()
+    module = harness.load_module(harness.ROOT / "tests" / "oracle.py")
+    torch.set_num_threads(threads)  # the tests' setting, for small tensors
+    return module
+
+
+def measure_cell(shape: Shape, systems: Sequence[System], device: str = "cuda") -> list[Row]:
+    """A row for each system at one shape, the errors of the three gradients in it."""
+    generator = torch.Generator(device).manual_seed(0)
+    q, k, v, dout = (
+        torch.randn(
+            shape.batch, shape.seqlen, h, shape.head_dim, generator=generator, device=device,
+            dtype=torch.bfloat16,
+        )
+        for h in (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
+    )  # fmt: skip
+    _, *exact = oracle().gradients(dout, q, k, v, shape.head_dim**-0.5, shape.causal)
+    rows: dict[str, Row] = {}
+    alias = behind_auto([s.name for s in systems], shape.seqlen, shape.head_dim, shape.causal)
+    for system in systems:
+        row = {**describe(shape), "system": system.name}
+        try:
+            if system.name != AUTO or not alias:
+                found = system.backward((q, k, v, dout), shape.causal)()
+                row |= {
+                    name: ((x.double() - y).norm() / y.norm()).item()
+                    for name, x, y in zip(GRADIENTS, found, exact, strict=True)
+                }
+        except Exception as error:
+            row["error"] = harness.one_line(error)
+            harness.check_gpu()
+        rows[system.name] = row
+    if alias:
+        rows[AUTO] = {**rows[alias], "system": AUTO, "measured_as": alias}
+    return list(rows.values())
+
+
+def describe(shape: Shape) -> Row:
+    """The columns that say which shape a row is of."""
+    return {"cell": cell_name(shape), **shape._asdict()}
+
+
+def show(row: Row) -> str:
+    """A row as a line."""
+    return f"{row['system']:<16}" + "".join(f"  {name} {row[name]:.3e}" for name in GRADIENTS)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measures everything asked for, prints it, and writes it."""
+    parser = harness.parser("accuracy", __doc__)
+    add_arguments(parser, OURS)
+    options = parser.parse_args(argv)
+    if options.quick and options.schedules == list(OURS):
+        options.schedules = [AUTO, UNORDERED]
+    harness.require_kernels()
+    record = harness.measure(
+        "accuracy",
+        options,
+        QUICK if options.quick else FULL,
+        partial(measure_cell, systems=chosen(options)),
+        describe=describe,
+        name=cell_name,
+        show=show,
+    )
+    print("\n" + tables.accuracy(record["rows"]).markdown())
+    return bool(harness.failures(record["rows"]))

@@ -1,0 +1,157 @@
+"""Times the backward pass on the 24 shapes of the DASH paper: 16,384 tokens, hidden size 2048, bfloat16.
+
+For each shape and system: ms, TFLOP/s (10 b h s^2 d, half of it under a causal mask), the ratio to an 8192^3
+matmul timed in the same rounds, and the memory beside inputs and outputs. Systems are timed in turns, round
+after round, with a cold L2 cache; a row is the median over the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from . import harness, tables
+from .harness import MATMUL, Clock, Row, Run
+from .shapes import PAPER_SHAPES, Shape, cell_name, flop, fp32_dq_bytes
+from .systems import AUTO, OURS, System, add_arguments, behind_auto, chosen
+
+QUICK = tuple(shape for shape in PAPER_SHAPES if shape.seqlen in (1024, 16384))
+
+
+def measure_cell(
+    shape: Shape,
+    systems: Sequence[System],
+    rounds: int,
+    *,
+    clock: Clock = harness.short_median,
+    matmul: Run | None = None,
+    device: str = "cuda",
+) -> list[Row]:
+    """A row for each system at one shape.
+
+    Args:
+        shape: the problem; inputs are standard normal.
+        systems: what to time.
+        rounds: how often each is timed.
+        clock: times one call.
+        matmul: what all is compared with (`harness.matmul`).
+        device: where.
+    """
+    heads = (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
+    tensors = [
+        torch.randn(shape.batch, shape.seqlen, h, shape.head_dim, device=device, dtype=torch.bfloat16)
+        for h in heads
+    ]
+    alias = behind_auto([s.name for s in systems], shape.seqlen, shape.head_dim, shape.causal)
+    runs: dict[str, Run] = {}
+    rows = {system.name: {**describe(shape), "system": system.name} for system in systems}
+    for system in systems:
+        if system.name == AUTO and alias:
+            continue
+        try:
+            run = system.backward(tensors, shape.causal)
+            run()  # whatever is compiled or loaded at a first call is not memory of a backward
+            if device == "cuda":
+                rows[system.name] |= memory(shape, harness.extra_bytes(run))
+            runs[system.name] = run
+        except Exception as error:
+            rows[system.name]["error"] = harness.one_line(error)
+            harness.check_gpu()
+    times, errors = harness.interleaved({MATMUL: matmul or harness.matmul(), **runs}, clock, rounds)
+    if MATMUL in errors:
+        raise RuntimeError(f"{MATMUL}: {errors[MATMUL]}")
+    for name in runs:
+        rows[name] |= {"error": errors[name]} if name in errors else timing(shape, times[name], times[MATMUL])
+    if alias:
+        rows[AUTO] = {**rows[alias], "system": AUTO, "measured_as": alias}
+    return list(rows.values())
+
+
+def timing(shape: Shape, ms: Sequence[float], matmul_ms: Sequence[float]) -> Row:
+    """The columns of a row that say how fast it is, from the milliseconds in each round."""
+    tflops = [flop(shape) / t / 1e9 for t in ms]
+    matmul = [harness.matmul_tflops(t) for t in matmul_ms]
+    return {
+        "ms": statistics.median(ms),
+        "tflops": statistics.median(tflops),
+        # Of each round by itself: the clock may fall from one to the next.
+        "ratio_to_matmul": statistics.median(x / y for x, y in zip(tflops, matmul, strict=True)),
+        "matmul_tflops": statistics.median(matmul),
+        "round_ms": [round(t, 5) for t in ms],
+    }
+
+
+def memory(shape: Shape, extra: int) -> Row:
+    """The columns of a row about a backward's extra bytes."""
+    return {"extra_bytes": extra, "extra_in_fp32_dq": extra / fp32_dq_bytes(shape)}
+
+
+def describe(shape: Shape) -> Row:
+    """The columns that say which shape a row is of."""
+    return {"cell": cell_name(shape), **shape._asdict()}
+
+
+def show(row: Row) -> str:
+    """A row as a line."""
+    numbers = f"{row['ms']:>9.3f} ms{row['tflops']:>8.1f} TFLOP/s{row['ratio_to_matmul']:>7.3f} of matmul"
+    extra = f"{row['extra_in_fp32_dq']:>8.4f} fp32 dQ" if "extra_in_fp32_dq" in row else ""
+    return f"{row['system']:<16}{numbers}{extra}"
+
+
+def sweep(command: str, options: argparse.Namespace, shapes: Sequence[Shape]) -> int:
+    """Times the systems that a command line names on shapes; prints tables. 1 if a row failed."""
+    if options.cells:
+        by_name = {cell_name(shape): shape for shape in shapes}
+        if unknown := set(options.cells) - set(by_name):
+            raise SystemExit(f"benchmarks: --cells: {min(unknown)} is none of {', '.join(by_name)}")
+        shapes = [by_name[name] for name in options.cells]
+    harness.require_kernels()
+    record = harness.measure(
+        command,
+        options,
+        shapes,
+        partial(measure_cell, systems=chosen(options), rounds=options.rounds),
+        describe=describe,
+        name=cell_name,
+        show=show,
+        settings={"rounds": options.rounds},
+    )
+    for table in tables.backward(record["rows"]):
+        print("\n" + table.markdown())
+    print("\n" + tables.headline(record["rows"]).markdown())
+    return bool(harness.failures(record["rows"]))
+
+
+def sweep_parser(
+    command: str, description: str | None, schedules: Sequence[str]
+) -> argparse.ArgumentParser:
+    """A command line for `sweep`."""
+    parser = harness.parser(command, description)
+    add_arguments(parser, schedules)
+    parser.add_argument(
+        "--rounds", type=int, default=harness.ROUNDS, help=f"times each is timed ({harness.ROUNDS})"
+    )
+    parser.add_argument("--cells", type=lambda text: text.split(","), help="only these, by name")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measures everything asked for, prints it, and writes it."""
+    parser = sweep_parser("backward", __doc__, OURS)
+    numbers = lambda text: [int(part) for part in text.split(",")]  # noqa: E731
+    parser.add_argument("--dims", type=numbers, help="head dimensions (128,64)")
+    parser.add_argument("--seqlens", type=numbers, help="sequence lengths (512,...,16384; quick 1024,16384)")
+    parser.add_argument("--masks", choices=("full", "causal", "both"), default="both")
+    options = parser.parse_args(argv)
+    shapes = [
+        shape
+        for shape in (QUICK if options.quick and not options.seqlens else PAPER_SHAPES)
+        if (not options.dims or shape.head_dim in options.dims)
+        and (not options.seqlens or shape.seqlen in options.seqlens)
+        and options.masks in ("both", "causal" if shape.causal else "full")
+    ]
+    return sweep("backward", options, shapes)

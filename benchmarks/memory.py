@@ -1,0 +1,63 @@
+"""The peak of the memory that a backward holds beside its inputs and its results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from . import harness, tables
+from .backward import describe, memory
+from .harness import Row
+from .shapes import LLAMA3_8B, PAPER_SHAPES, SINGLE, Shape, cell_name
+from .systems import AUTO, UNORDERED, System, add_arguments, chosen
+
+FULL = (*(shape for shape in PAPER_SHAPES if shape.seqlen in (1024, 16384)), *SINGLE, LLAMA3_8B[-1])
+QUICK = (*(shape for shape in PAPER_SHAPES if shape.seqlen == 1024), *SINGLE)
+
+
+def measure_cell(shape: Shape, systems: Sequence[System]) -> list[Row]:
+    """A row for each system at one shape: bytes, and how many float32 dQ these are."""
+    heads = (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
+    tensors = [
+        torch.randn(shape.batch, shape.seqlen, h, shape.head_dim, device="cuda", dtype=torch.bfloat16)
+        for h in heads
+    ]
+    rows = []
+    for system in systems:
+        row = {**describe(shape), "system": system.name}
+        try:
+            run = system.backward(tensors, shape.causal)
+            run()  # whatever is compiled or loaded at a first call is not memory of a backward
+            row |= memory(shape, harness.extra_bytes(run))
+        except Exception as error:
+            row["error"] = harness.one_line(error)
+            harness.check_gpu()
+        rows.append(row)
+    return rows
+
+
+def show(row: Row) -> str:
+    """A row as a line."""
+    mib = row["extra_bytes"] / 2**20
+    return f"{row['system']:<16}{mib:>9.1f} MiB{row['extra_in_fp32_dq']:>9.4f} fp32 dQ"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measures everything asked for, prints it, and writes it."""
+    parser = harness.parser("memory", __doc__)
+    add_arguments(parser, (AUTO, UNORDERED))
+    options = parser.parse_args(argv)
+    harness.require_kernels()
+    record = harness.measure(
+        "memory",
+        options,
+        QUICK if options.quick else FULL,
+        partial(measure_cell, systems=chosen(options)),
+        describe=describe,
+        name=cell_name,
+        show=show,
+    )
+    print("\n" + tables.memory(record["rows"]).markdown())
+    return bool(harness.failures(record["rows"]))

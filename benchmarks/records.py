@@ -1,0 +1,67 @@
+"""The committed records: finding them, and what they say over time."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+from . import harness
+from .tables import by_cell
+
+KINDS = {
+    "backward": ("backward",),
+    "small_jobs": ("small_jobs", "backward_llama3_8b"),
+    "blocks": ("blocks",),
+    "reproducibility": ("reproducibility",),
+    "accuracy": ("accuracy",),
+    "memory": ("memory",),
+    "call_cost": ("call_cost",),
+    "bits": ("bits",),
+    "gpu_tests": ("gpu_tests",),
+}
+"""What there may be a record of, and the files that it may be in, the best first."""
+
+
+def committed(folder: Path = harness.RESULTS) -> dict[str, dict[str, Any]]:
+    """A record of each kind that there is one of; the quick form's only where the full form's is missing.
+
+    Raises ValueError for a file that is no record.
+    """
+    found = {}
+    for kind, names in KINDS.items():
+        for name in (n for form in ("", "_quick") for n in (name + form for name in names)):
+            path = folder / f"{name}.json"
+            if path.exists():
+                found[kind] = harness.read_json(path)
+                break
+    return found
+
+
+def history(folder: Path = harness.RESULTS) -> list[dict[str, Any]]:
+    """The records of the paper's shapes, the committed sweep and all accepted nights, by date.
+
+    A point has "date", "commit", "device" and "ratios": for each mask and head dimension the
+    geometric mean of auto's ratio to the matmul over the cells of the quick sweep, which all records have.
+    """
+    sweeps = [harness.read_json(path)["backward"] for path in sorted(folder.glob("nightly/*.json"))]
+    if (folder / "backward.json").exists():
+        sweeps.append(harness.read_json(folder / "backward.json"))
+    points = [p for p in map(point, sweeps) if p["ratios"]]
+    return sorted(points, key=lambda p: p["date"])
+
+
+def point(record: dict[str, Any]) -> dict[str, Any]:
+    """One record's point in `history`."""
+    groups: dict[str, list[float]] = {}
+    for (head_dim, causal, seqlen, *_), systems in by_cell(record["rows"]).items():
+        if "auto" in systems and seqlen in (1024, 16384):
+            name = f"d {head_dim}, {'causal' if causal else 'full'}"
+            groups.setdefault(name, []).append(systems["auto"]["ratio_to_matmul"])
+    environment = record["environment"]
+    return {
+        "date": environment["date"],
+        "commit": environment["commit"],
+        "device": environment["device"],
+        "ratios": {name: statistics.geometric_mean(values) for name, values in groups.items()},
+    }

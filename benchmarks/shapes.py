@@ -1,0 +1,37 @@
+"""The problems that the backward is timed on."""
+
+from __future__ import annotations
+
+from dash_flash_attn.lab.calibrate import PAPER_SHAPES, TOKENS, Shape
+
+__all__ = ["LLAMA3_8B", "PAPER_SHAPES", "SHORT", "SINGLE", "Shape", "cell_name", "flop", "fp32_dq_bytes"]
+
+SHORT = tuple(shape for shape in PAPER_SHAPES if shape.seqlen <= 1024)
+"""The paper's shapes with the shortest sequences."""
+
+SINGLE = tuple(Shape(128, True, 2048, 1, 32, kv_heads) for kv_heads in (4, 1))
+"""One sequence, which leaves a GPU little to do at a time."""
+
+LLAMA3_8B = tuple(
+    Shape(128, True, seqlen, TOKENS // seqlen, 32, 8) for seqlen in (2048, 4096, 8192, 16384)
+)  # fmt: skip
+"""The attention of LLaMA3-8B."""
+
+
+def cell_name(shape: Shape) -> str:
+    """A short name without spaces: d128-causal-n2048-b8-h16-kv16."""
+    mask = "causal" if shape.causal else "full"
+    return (
+        f"d{shape.head_dim}-{mask}-n{shape.seqlen}-b{shape.batch}-h{shape.heads}-kv{shape.kv_heads}"
+    )  # fmt: skip
+
+
+def flop(shape: Shape) -> float:
+    """Operations of a backward: five products of the attention matrix's size, half under a causal mask."""
+    products = 10 * shape.batch * shape.heads * shape.seqlen**2 * shape.head_dim
+    return products / 2 if shape.causal else products
+
+
+def fp32_dq_bytes(shape: Shape) -> int:
+    """The size of a float32 dQ."""
+    return 4 * shape.batch * shape.seqlen * shape.heads * shape.head_dim
