@@ -4,7 +4,7 @@
 #   VENV=folder         where it is; with VENV= (empty) PYTHON's own packages are used, which then must
 #                       have torch, pytest, hypothesis, setuptools, pybind11, ninja and, for the kernels,
 #                       nvidia-cutlass, and nothing is installed
-#   ARGS="--steps 50"   arguments for demo, test, test-gpu and bench
+#   ARGS="--steps 50"   arguments for demo, test, test-gpu, bench, evaluate, nightly and report
 #
 # The build reads DASH_JOBS, DASH_SKIP_CUDA, CUTLASS_PATH and CUDA_HOME: see csrc/build_kernels.py.
 
@@ -24,7 +24,7 @@ RUN = $(BIN)python
 READY = $(VENV)/ready
 endif
 
-.PHONY: demo test test-gpu bench kernels format lint in-place
+.PHONY: demo test test-gpu bench evaluate nightly report kernels format lint in-place
 
 demo: $(READY)
 	$(RUN) -m dash_flash_attn demo $(ARGS)
@@ -37,8 +37,22 @@ test-gpu: $(READY)
 	$(RUN) -c 'import sys; from dash_flash_attn import info; sys.exit(info.unusable())'
 	DASH_GPU_RECORD=benchmarks/results/gpu_tests.json $(RUN) -m pytest -m gpu $(ARGS)
 
+# The paper's figure. `make bench ARGS=--quick`; `python -m benchmarks --help` lists the other measurements.
 bench: $(READY)
-	$(RUN) benchmarks/bench_backward.py $(ARGS)
+	$(RUN) -m benchmarks backward $(ARGS)
+
+# Every measurement of docs/evaluation.md, and then that page from the records.
+evaluate: $(READY)
+	$(RUN) -m benchmarks evaluate $(ARGS)
+	$(RUN) -m benchmarks publish
+
+# Fails if a test fails, a cell got slower, or a bit differs: docs/evaluation.md. Leaves nightly/report.html.
+nightly: $(READY)
+	$(RUN) -m benchmarks nightly $(ARGS)
+
+# From the committed records, without a GPU: charts, docs/evaluation.md, report.html.
+report: $(READY)
+	$(RUN) -m benchmarks publish $(ARGS)
 
 format: $(READY)
 	$(BIN)ruff check --fix

@@ -56,8 +56,9 @@ def accept(
     if because:
         record = {**record, "accepted_because": because}
     environment = record["environment"]
-    name = re.sub(r"[^0-9T]", "", environment["date"])[:15] + f"_{(environment['commit'] or 'unknown')[:12]}.json"
-    written = [history / name, bits_path]
+    date = re.sub(r"[^0-9T]", "", environment["date"])[:15]
+    commit = (environment["commit"] or "unknown")[:12]
+    written = [history / f"{date}_{commit}.json", bits_path]
     # The bits are kept once, in their own file.
     harness.write_json(written[0], {key: value for key, value in record.items() if key != "bits"})
     harness.write_json(bits_path, record["bits"])

@@ -1,7 +1,7 @@
 """How far dQ, dK and dV are from attention in float64, on the same inputs.
 
-The error of a gradient x is |x - exact| / |exact| in the Euclidean norm over all its numbers. One batch entry,
-8 query heads and 4 KV heads, bfloat16, standard normal inputs.
+The error of a gradient x is |x - exact| / |exact| in the Euclidean norm over all its numbers. One batch
+entry, 8 query heads and 4 KV heads, bfloat16, standard normal inputs.
 """
 
 from __future__ import annotations

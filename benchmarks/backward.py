@@ -126,9 +126,7 @@ def sweep(command: str, options: argparse.Namespace, shapes: Sequence[Shape]) ->
     return bool(harness.failures(record["rows"]))
 
 
-def sweep_parser(
-    command: str, description: str | None, schedules: Sequence[str]
-) -> argparse.ArgumentParser:
+def sweep_parser(command: str, description: str | None, schedules: Sequence[str]) -> argparse.ArgumentParser:
     """A command line for `sweep`."""
     parser = harness.parser(command, description)
     add_arguments(parser, schedules)

@@ -122,7 +122,11 @@ def blocks(rows: Rows) -> Figure:
             shade, _ = color(name)
             shift = (number - (len(against) - 1) / 2) * height
             axes.barh(
-                [i + shift for i, _ in bars], [x for _, x in bars], height, color=shade, label=f"against {name}"
+                [i + shift for i, _ in bars],
+                [x for _, x in bars],
+                height,
+                color=shade,
+                label=f"against {name}",
             )
         axes.set_yticks(range(len(cells)), [f"{model}, {length(tokens)}" for model, tokens in cells])
         axes.invert_yaxis()
@@ -171,5 +175,3 @@ def svg(figure: Figure) -> bytes:
 def data_uri(figure: Figure) -> str:
     """A figure as the address of an image, which carries it."""
     return "data:image/svg+xml;base64," + base64.b64encode(svg(figure)).decode()
-
-

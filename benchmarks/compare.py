@@ -27,7 +27,8 @@ class Slower:
 
     def __str__(self) -> str:
         lost = 1 - self.now / self.before
-        return f"{self.cell}, {self.system}: {lost:.1%} slower ({self.before:.3f} of the matmul, now {self.now:.3f})"
+        ratios = f"{self.before:.3f} of the matmul, now {self.now:.3f}"
+        return f"{self.cell}, {self.system}: {lost:.1%} slower ({ratios})"
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What every measurement shares: records, progress, clocks, the memory gauge, and going on after a failure."""
+"""What every measurement shares: records, progress, clocks, the memory gauge, going on after a failure."""
 
 from __future__ import annotations
 

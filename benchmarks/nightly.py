@@ -22,7 +22,9 @@ FOLDER = harness.ROOT / "nightly"
 ROUNDS_AGAIN = 3 * harness.ROUNDS
 
 
-def step(title: str, out: Path, *arguments: str, environment: dict[str, str] | None = None) -> dict[str, Any] | None:
+def step(
+    title: str, out: Path, *arguments: str, environment: dict[str, str] | None = None
+) -> dict[str, Any] | None:
     """Runs Python with arguments in the project's folder; the record that it writes to `out`, None if none.
 
     Each step is a process of its own: a kernel that fails takes the GPU from its process only.
@@ -80,7 +82,14 @@ def main(argv: Sequence[str]) -> int:
         environment={"DASH_GPU_RECORD": str(out("tests"))},
     )  # fmt: skip
     sweep = step(
-        "quick sweep", out("backward"), "-m", "benchmarks", "backward", "--quick", "--out", str(out("backward"))
+        "quick sweep",
+        out("backward"),
+        "-m",
+        "benchmarks",
+        "backward",
+        "--quick",
+        "--out",
+        str(out("backward")),
     )
     record["backward"] = measured_again(sweep, accepted[1], folder) if sweep and accepted else sweep
     record["bits"] = step("bits", out("bits"), "-m", "benchmarks", "bits", "--out", str(out("bits")))

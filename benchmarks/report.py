@@ -17,7 +17,8 @@ body { margin: 0 auto; max-width: 75rem; padding: 1rem; color: #1b1f24; backgrou
 h1 { font-size: 1.5rem; margin: .5rem 0; } h2 { font-size: 1.2rem; margin: 2.2rem 0 .4rem;
   border-bottom: 1px solid #d0d7de; } h3 { font-size: 1rem; margin: 1.2rem 0 .4rem; }
 .verdict { padding: .6rem .9rem; border-radius: .4rem; border: 1px solid; }
-.passed { background: #e6f4ea; border-color: #1a7f37; } .failed { background: #ffebe9; border-color: #cf222e; }
+.passed { background: #e6f4ea; border-color: #1a7f37; }
+.failed { background: #ffebe9; border-color: #cf222e; }
 .source { color: #57606a; font-size: .85rem; margin: .3rem 0; }
 nav a { color: #0969da; } nav { display: flex; flex-wrap: wrap; gap: .2rem .9rem; font-size: .9rem; }
 .scroll { overflow-x: auto; }
@@ -125,9 +126,13 @@ def _verdict(night: dict[str, Any]) -> str:
 def _checks(night: dict[str, Any]) -> str:
     lines = []
     if tests := night.get("tests"):
-        lines.append(f"GPU tests: {tests['passed']} passed, {tests['failed']} failed, {tests['skipped']} skipped")
+        lines.append(
+            f"GPU tests: {tests['passed']} passed, {tests['failed']} failed, {tests['skipped']} skipped"
+        )
     if soak := night.get("soak"):
-        lines.append(f"Soak: {soak['cases']:,} cases in {soak['seconds']:.0f} s, {len(soak['failed'])} failed")
+        lines.append(
+            f"Soak: {soak['cases']:,} cases in {soak['seconds']:.0f} s, {len(soak['failed'])} failed"
+        )
     if found := night.get("bits"):
         lines.append(f"Bits: hashes of {len(found['cases'])} cases")
     return "<ul>" + "".join(f"<li>{_text(line)}</li>" for line in lines) + "</ul>"

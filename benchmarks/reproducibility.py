@@ -57,7 +57,7 @@ def deviations(system: System, tensors: Sequence[torch.Tensor], causal: bool, ru
     """Columns dq, dk and dv: the greatest deviation from the first run; and whether all bits are equal."""
     run = system.backward(tensors, causal)
     first = [x.clone() for x in run()]
-    found: Row = {name: 0.0 for name in GRADIENTS} | {"bitwise_equal": True}
+    found: Row = dict.fromkeys(GRADIENTS, 0.0) | {"bitwise_equal": True}
     for _ in range(runs - 1):
         for name, x, y in zip(GRADIENTS, run(), first, strict=True):
             found[name] = max(found[name], (x.double() - y.double()).abs().max().item())
@@ -65,9 +65,7 @@ def deviations(system: System, tensors: Sequence[torch.Tensor], causal: bool, ru
     return found
 
 
-def measure_training(
-    system: System, sizes: demo.Sizes = TRAINED, device: str = "cuda"
-) -> list[Row]:
+def measure_training(system: System, sizes: demo.Sizes = TRAINED, device: str = "cuda") -> list[Row]:
     """One row: in how many weights, and by how much, two runs from the same seed differ."""
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

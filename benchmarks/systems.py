@@ -169,7 +169,9 @@ class System:
             raise RuntimeError(self.implementation)
         if self.ours:
             schedule = AUTO if self.name == UNORDERED else self.name
-            return flash_attn_func(q, k, v, causal=causal, deterministic=self.deterministic, schedule=schedule)
+            return flash_attn_func(
+                q, k, v, causal=causal, deterministic=self.deterministic, schedule=schedule
+            )
         return _Differentiable.apply(q, k, v, causal, self)
 
 

@@ -179,9 +179,7 @@ def of(name: str) -> Speed:
 
 def best_of(wanted: Callable[[str], bool]) -> Speed:
     """The speed of the fastest system whose name is wanted."""
-    return lambda systems: max(
-        (row["tflops"] for name, row in systems.items() if wanted(name)), default=None
-    )
+    return lambda systems: max((row["tflops"] for name, row in systems.items() if wanted(name)), default=None)
 
 
 def is_peer(name: str) -> bool:
@@ -210,23 +208,26 @@ def headline(rows: Rows) -> Table:
 
     def cost(what: str, found: Ratios) -> None:
         if found:
-            lines.append([what, _percent(1 - found.by_cell[found.worst]), cell_words(found.worst)])
+            lines.append([what, cell_words(found.worst), _percent(1 - found.by_cell[found.worst])])
 
     def gain(what: str, found: Ratios) -> None:
         if found:
-            lines.append([what, f"{found.by_cell[found.best]:.2f}x", cell_words(found.best)])
+            lines.append([what, cell_words(found.best), f"{found.by_cell[found.best]:.2f}x"])
 
     def against(what: str, found: Ratios) -> None:
         if found:
             at_least = sum(ratio >= 1 for ratio in found.by_cell.values())
             where = f"{at_least} of {len(found.by_cell)} cells at 1.00x or more; worst: "
             where += f"{found.by_cell[found.worst]:.2f}x, {cell_words(found.worst)}"
-            lines.append([f"{what}, geometric mean", f"{found.geometric_mean:.2f}x", where])
+            lines.append([f"{what}, geometric mean", where, f"{found.geometric_mean:.2f}x"])
 
     cost("Worst cost of determinism: auto against unordered", ratios(rows, of("auto"), of("unordered")))
     peers = dict.fromkeys(row["system"][:-1] for row in good(rows) if is_peer(row["system"]))
     for peer in peers:
-        cost(f"Worst cost of determinism: {peer}+ against {peer}-", ratios(rows, of(peer + "+"), of(peer + "-")))
+        cost(
+            f"Worst cost of determinism: {peer}+ against {peer}-",
+            ratios(rows, of(peer + "+"), of(peer + "-")),
+        )
     gain("Best gain over naive, full mask", ratios(rows, best_schedule, of("naive"), causal=False))
     gain("Best gain over naive, causal mask", ratios(rows, best_schedule, of("naive"), causal=True))
     for peer in peers:
@@ -236,9 +237,11 @@ def headline(rows: Rows) -> Table:
         against(f"auto against {peer}+", ratios(rows, of("auto"), of(peer + "+")))
         against(f"auto against {peer}-", ratios(rows, of("auto"), of(peer + "-")))
     if len(peers) > 1:
-        against("auto against the fastest deterministic peer", ratios(rows, of("auto"), best_deterministic_peer))
+        against(
+            "auto against the fastest deterministic peer", ratios(rows, of("auto"), best_deterministic_peer)
+        )
         against("auto against the fastest peer", ratios(rows, of("auto"), best_peer))
-    return Table("Headline numbers", ["", "value", "where"], lines, names=1)
+    return Table("Headline numbers", ["", "where", "value"], lines, names=2)
 
 
 def _percent(part: float) -> str:
@@ -274,7 +277,9 @@ def memory(rows: Rows) -> Table:
 
 def call_cost(rows: Rows) -> Table:
     """CPU time."""
-    return _grid("CPU time of a forward and backward call, microseconds", rows, lambda row: f"{row['us']:.0f}")
+    return _grid(
+        "CPU time of a forward and backward call, microseconds", rows, lambda row: f"{row['us']:.0f}"
+    )
 
 
 def accuracy(rows: Rows) -> Table:
@@ -349,7 +354,9 @@ def block_gains(rows: Rows, below: str, above: str = "auto") -> dict[tuple[str, 
 def blocks(rows: Rows) -> Table:
     """Milliseconds by system, and what auto gains over naive and over the deterministic peers."""
     systems = list(dict.fromkeys(row["system"] for row in rows if "system" in row))
-    below = [name for name in ("naive", *systems) if name == "naive" or (is_peer(name) and name.endswith("+"))]
+    below = [
+        name for name in ("naive", *systems) if name == "naive" or (is_peer(name) and name.endswith("+"))
+    ]
     below = [name for name in dict.fromkeys((*below, "unordered")) if name in systems]
     gains = {name: block_gains(rows, name) for name in below}
     cells: dict[tuple[str, int], dict[str, Row]] = {}

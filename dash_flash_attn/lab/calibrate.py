@@ -328,7 +328,7 @@ def calibrate(timings: Iterable[Timing], num_sms: int, prepare: float = PREPARE_
 
 
 def read_record(path: Path) -> tuple[list[Timing], int, dict[str, Any]]:
-    """Timings, SMs and environment of a JSON file of benchmarks/bench_backward.py or of `lab calibrate`.
+    """Timings, SMs and environment of a JSON file of `python -m benchmarks backward` or `lab calibrate`.
 
     Rows of other systems than our schedules, and failed ones, are left out.
 

@@ -136,7 +136,7 @@ def _calibrate(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--record",
         type=Path,
-        help="JSON of benchmarks/bench_backward.py or of this command: no GPU is needed",
+        help="JSON of `python -m benchmarks backward` or of this command: no GPU is needed",
     )
     parser.add_argument("--out", type=Path, help="JSON file for the result")
     options = parser.parse_args(argv)

@@ -17,8 +17,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     path = os.environ.get("DASH_GPU_RECORD")
     if not path:
         return
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    from harness import environment, write_json
+    sys.path.insert(0, str(ROOT))
+    from benchmarks.harness import environment, write_json
 
     stats = session.config.pluginmanager.get_plugin("terminalreporter").stats
     counts = {outcome: len(stats.get(outcome, ())) for outcome in ("passed", "failed", "skipped", "error")}

@@ -1,0 +1,95 @@
+"""Makes what people read from the committed records: charts, the tables of docs/evaluation.md, report.html.
+
+In the document, what stands between `<!-- measured: NAME -->` and `<!-- /measured -->` is replaced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from . import blocks, claims, harness, records, report, tables
+
+DOCUMENT = harness.ROOT / "docs" / "evaluation.md"
+
+_PLACE = re.compile(r"(<!-- measured: (\w+) -->\n).*?(<!-- /measured -->)", re.DOTALL)
+
+Records = claims.Records
+
+
+def measured(kind: str, found: Records) -> str:
+    """The tables of one kind of record as Markdown, or how to make one."""
+    if kind not in found:
+        return f"Not measured yet. `python -m benchmarks {kind}` on a GPU makes the record.\n"
+    made = report.tables_of(kind, found[kind])
+    parts = [table.markdown() for table in made if table.rows]
+    return "\n\n".join([*parts, f"_{tables.provenance(found[kind])}_"]) + "\n"
+
+
+def _claims(found: Records) -> str:
+    return claims.claims(found).markdown(title=False) + "\n"
+
+
+def _sizes(found: Records) -> str:
+    lines = (f"- {model.name}: {blocks.sizes(model)}" for model in blocks.MODELS)
+    return "\n".join(lines) + "\n"
+
+
+PLACES: dict[str, Callable[[Records], str]] = {
+    "claims": _claims,
+    "sizes": _sizes,
+    **{kind: lambda found, kind=kind: measured(kind, found) for kind, _ in report.SECTIONS},
+}
+"""What a document may have a place for."""
+
+
+def filled(text: str, found: Records) -> str:
+    """A document with all its places filled. Raises ValueError for a place that there is nothing for."""
+
+    def fill(match: re.Match[str]) -> str:
+        if match[2] not in PLACES:
+            raise ValueError(f"nothing is called {match[2]!r}; there are {', '.join(PLACES)}")
+        return match[1] + PLACES[match[2]](found) + match[3]
+
+    return _PLACE.sub(fill, text)
+
+
+def draw(found: Records, folder: Path) -> list[Path]:
+    """Writes the charts beside the records, and returns their paths. ImportError without matplotlib."""
+    from . import charts
+
+    figures = {
+        kind: charts.sweep(found[kind]["rows"])
+        for kind in ("backward", "small_jobs")
+        if kind in found and tables.good(found[kind]["rows"])
+    }
+    if "blocks" in found and tables.good(found["blocks"]["rows"]):
+        figures["blocks"] = charts.blocks(found["blocks"]["rows"])
+    paths = []
+    for name, figure in figures.items():
+        paths.append(folder / f"{name}.svg")
+        paths[-1].write_bytes(charts.svg(figure))
+    return paths
+
+
+def main(argv: list[str]) -> int:
+    """Writes all of it."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks publish", description=__doc__)
+    parser.add_argument("--results", type=Path, default=harness.RESULTS, help="folder of the records")
+    parser.add_argument("--document", type=Path, default=DOCUMENT, help="what to fill (docs/evaluation.md)")
+    parser.add_argument("--night", type=Path, help="a nightly record.json to put first into the report")
+    parser.add_argument("--report", type=Path, default=harness.ROOT / "report.html", help="(report.html)")
+    options = parser.parse_args(argv)
+    found = records.committed(options.results)
+    try:
+        for path in draw(found, options.results):
+            print(path)
+    except ImportError:
+        print("No charts: matplotlib is not installed.")
+    options.document.write_text(filled(options.document.read_text(), found))
+    night = harness.read_json(options.night) if options.night else None
+    report.write(options.report, night, options.results)
+    print(f"{options.document}\n{options.report}")
+    return 0
