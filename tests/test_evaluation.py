@@ -1,0 +1,1032 @@
+"""benchmarks/: comparison, verdict, records, tables, report and soak, with made-up numbers, on the CPU."""
+
+import argparse
+import html
+import importlib
+import json
+import math
+import random
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import (  # noqa: E402
+    accept,
+    accuracy,
+    backward,
+    bits,
+    blocks,
+    call_cost,
+    claims,
+    compare,
+    harness,
+    nightly,
+    publish,
+    records,
+    report,
+    reproducibility,
+    soak,
+    systems,
+    tables,
+)
+from benchmarks.__main__ import COMMANDS  # noqa: E402
+from benchmarks.shapes import PAPER_SHAPES, Shape, cell_name, flop  # noqa: E402
+from dash_flash_attn import demo, ops, reference  # noqa: E402
+
+SMALL = Shape(64, True, 192, 1, 4, 2)
+
+
+def row(system, tflops, shape=PAPER_SHAPES[0], matmul=700.0, **more):
+    return {
+        **backward.describe(shape), "system": system, "tflops": tflops, "ms": flop(shape) / tflops / 1e9,
+        "ratio_to_matmul": tflops / matmul, "matmul_tflops": matmul, **more,
+    }  # fmt: skip
+
+
+def environment(date="2026-01-02T03:04:05+00:00", device="a GPU"):
+    return {
+        "date": date, "device": device, "driver": "1", "cuda": "13.0", "torch": "2.11", "commit": "c" * 40,
+        "uncommitted_changes": False,
+    }  # fmt: skip
+
+
+def sweep_record(rows, **more):
+    return {"kind": "backward", "form": "quick", "environment": environment(**more), "rows": rows}
+
+
+def hashes(dq="1", auto="shift", inputs="0"):
+    gradients = {"dq": dq, "dk": "2", "dv": "3"}
+    return {"inputs": inputs, "auto": auto, "shift": gradients, "naive": dict(gradients, dq="9")}
+
+
+def night(rows=None, found=None, soak_failed=(), tests_failed=(), **more):
+    return {
+        "kind": "nightly",
+        "environment": environment(**more),
+        "seconds": 100.0,
+        "tests": {
+            "exit_status": int(bool(tests_failed)), "passed": 5, "failed": len(tests_failed), "skipped": 1,
+            "failed_tests": list(tests_failed),
+        },
+        "backward": sweep_record([row("auto", 400.0), row("shift", 390.0)] if rows is None else rows, **more),
+        "bits": {"kind": "bits", "environment": environment(), "cases": found or {"case": hashes()}},
+        "soak": {
+            "kind": "soak", "environment": environment(), "seconds": 60.0, "cases": 50,
+            "failed": [{"case": c, "problems": ["dq differs"], "command": f"run {c}"} for c in soak_failed],
+        },
+    }  # fmt: skip
+
+
+ACCEPTED = (Path("accepted.json"), night())
+ACCEPTED_BITS = ACCEPTED[1]["bits"]
+
+
+# The harness.
+
+
+def test_each_round_times_all_and_starts_with_the_next():
+    order = []
+    times, errors = harness.interleaved(
+        {n: lambda n=n: n for n in "abc"}, lambda run: order.append(run()) or 1, 4
+    )
+    assert "".join(order) == "abcbcacababc"
+    assert times == {n: [1, 1, 1, 1] for n in "abc"} and errors == {}
+
+
+def test_a_system_that_fails_leaves_the_rounds():
+    calls = []
+
+    def breaks():
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("too\nmuch")
+
+    times, errors = harness.interleaved({"good": int, "bad": breaks}, lambda run: run() or 2.0, 4)
+    assert times == {"good": [2.0] * 4} and errors == {"bad": "RuntimeError: too"} and len(calls) == 2
+
+
+def measure(tmp_path, cells, measure_cell):
+    options = argparse.Namespace(quick=True, out=tmp_path / "deep" / "record.json")
+    record = harness.measure(
+        "kind", options, cells, measure_cell,
+        describe=lambda cell: {"cell": str(cell)}, show=lambda row: f"shown {row['x']}",
+        settings={"rounds": 3},
+    )  # fmt: skip
+    assert json.loads(options.out.read_text()) == record
+    return record
+
+
+def test_a_failed_cell_is_marked_and_the_next_one_follows(tmp_path, capsys):
+    def measure_cell(cell):
+        if cell == 2:
+            raise ValueError("no such cell")
+        return [{"cell": str(cell), "x": cell}]
+
+    record = measure(tmp_path, [1, 2, 3], measure_cell)
+    assert record["rows"] == [
+        {"cell": "1", "x": 1}, {"cell": "2", "error": "ValueError: no such cell"}, {"cell": "3", "x": 3},
+    ]  # fmt: skip
+    assert record["form"] == "quick" and record["rounds"] == 3 and record["environment"]["python"]
+    text = capsys.readouterr().out
+    assert "[1/3] 0:00: 1" in text and "left: 3" in text and "shown 3" in text
+    assert "FAILED 2: ValueError: no such cell" in text and "3 rows, 1 failed" in text
+
+
+def test_what_a_run_measured_before_it_was_cut_off_is_there(tmp_path):
+    def measure_cell(cell):
+        if cell == 2:
+            raise KeyboardInterrupt
+        return [{"cell": str(cell), "x": cell}]
+
+    with pytest.raises(KeyboardInterrupt):
+        measure(tmp_path, [1, 2, 3], measure_cell)
+    assert json.loads((tmp_path / "deep" / "record.json").read_text())["rows"] == [{"cell": "1", "x": 1}]
+
+
+def test_after_the_gpu_is_lost_no_cell_is_tried(tmp_path, monkeypatch):
+    def lost():
+        raise harness.GpuLost("illegal address")
+
+    tried = []
+
+    def measure_cell(cell):
+        tried.append(cell)
+        raise RuntimeError("launch failed")
+
+    monkeypatch.setattr(harness, "check_gpu", lost)
+    rows = measure(tmp_path, [1, 2, 3], measure_cell)["rows"]
+    assert tried == [1] and len(rows) == 3 and rows[0]["error"] == "RuntimeError: launch failed"
+    assert all("illegal address" in r["error"] for r in rows[1:])
+
+
+def test_records_are_json_with_a_line_a_row():
+    record = {"a": {"b": [1, 2], "c": {}}, "rows": [{"x": [1, {"y": None}]}, {"x": 'quo"te'}], "empty": []}
+    text = harness.dumps(record)
+    assert json.loads(text) == record
+    assert '  {"x": [1, {"y": null}]},\n  {"x": "quo\\"te"}\n' in text
+
+
+def test_what_is_no_record_is_named(tmp_path):
+    for content in ("nothing", "[1]"):
+        (tmp_path / "x.json").write_text(content)
+        with pytest.raises(ValueError, match=r"x\.json is no record"):
+            harness.read_json(tmp_path / "x.json")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        importlib.import_module(f"benchmarks.{command}").main(["--help"])
+    assert stop.value.code == 0 and f"python -m benchmarks {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["backward", "evaluate", "nightly", "soak", "bits"])
+def test_without_kernels_a_command_says_why(command, monkeypatch):
+    monkeypatch.setattr(harness.info, "unusable", lambda: "no GPU today")
+    with pytest.raises(SystemExit, match="benchmarks: no GPU today"):
+        importlib.import_module(f"benchmarks.{command}").main([])
+
+
+def test_the_program_as_users_start_it():
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "--help"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and all(command in done.stdout for command in COMMANDS)
+
+
+# Systems and what is measured of them.
+
+
+class Math:
+    """A peer in torch's own operations; + is right and - has a dq of zeros."""
+
+    def fwd(self, q, k, v, causal):
+        self.tensors = [x.detach().requires_grad_() for x in (q, k, v)]
+        with torch.enable_grad():
+            heads = [x.transpose(1, 2) for x in self.tensors]
+            self.out = F.scaled_dot_product_attention(*heads, is_causal=causal, enable_gqa=True).transpose(
+                1, 2
+            )
+        return self.out.detach(), "anything"
+
+    def bwd(self, dout, q, k, v, out, lse, causal, deterministic):
+        assert lse == "anything"
+        dq, dk, dv = torch.autograd.grad(self.out, self.tensors, dout, retain_graph=True)
+        return (dq if deterministic else dq * 0), dk, dv
+
+
+def peer_module(tmp_path):
+    path = tmp_path / "others.py"
+    path.write_text(
+        "from test_evaluation import Math\n\n\ndef load(name):\n"
+        "    if name == 'broken':\n        raise OSError('no such library')\n    return Math()\n"
+    )
+    return path
+
+
+def test_peers_come_from_a_module_and_one_that_fails_says_so_in_its_cells(tmp_path):
+    found = systems.peer_systems(["math", "broken", "cudnn"], peer_module(tmp_path))
+    assert [s.name for s in found] == ["math+", "math-", "broken+", "broken-", "cudnn-"]
+    assert [s.deterministic for s in found] == [True, False, True, False, False]
+    with pytest.raises(RuntimeError, match="not loaded: OSError: no such library"):
+        found[2].backward([torch.zeros(1, 64, 1, 64)] * 4, True)
+
+
+def test_a_peer_in_autograd_has_its_own_gradients(tmp_path):
+    right, wrong = systems.peer_systems(["math"], peer_module(tmp_path))
+    q, k, v = (torch.randn(1, 70, h, 64, requires_grad=True) for h in (4, 2, 2))
+    dout = torch.randn(1, 70, 4, 64)
+    ours = systems.our_system("auto").attention(q, k, v, True)
+    expected = torch.autograd.grad(ours, (q, k, v), dout)
+    found = torch.autograd.grad(right.attention(q, k, v, True), (q, k, v), dout)
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+    assert not torch.autograd.grad(wrong.attention(q, k, v, True), (q, k, v), dout)[0].any()
+
+
+def test_unknown_schedules_are_named():
+    with pytest.raises(SystemExit, match="'best' is none of naive"):
+        systems.chosen(argparse.Namespace(schedules=["best"], peers=[], peers_path=None))
+
+
+def test_a_cell_of_the_sweep():
+    """Median of the rounds, and the ratio of each round to the matmul of that round."""
+    names = ["shift", "symmetric_shift", "auto", "unordered"]
+    chosen = [*map(systems.our_system, names), *systems.peer_systems(["fa3"], None)]
+    # Two numbers of milliseconds a round and system: the clock falls, the ratio stays.
+    clock = iter([1.0, 2.0, 3.0, 4.0, 4.0, 6.0, 8.0, 2.0, 9.0, 12.0, 3.0, 6.0])
+    rows = backward.measure_cell(
+        SMALL, chosen, 3, clock=lambda run: (run(), next(clock))[1], matmul=lambda: None, device="cpu"
+    )
+    by_name = {r["system"]: r for r in rows}
+    assert list(by_name) == [*names, "fa3+", "fa3-"]
+    # Rounds: matmul, shift, symmetric, unordered; then from shift on; then from symmetric shift on.
+    assert by_name["shift"]["round_ms"] == [2.0, 4.0, 6.0] and by_name["shift"]["ms"] == 4.0
+    matmul = [harness.matmul_tflops(t) for t in (1.0, 2.0, 3.0)]
+    assert by_name["shift"]["ratio_to_matmul"] == pytest.approx(flop(SMALL) / 2.0 / 1e9 / matmul[0])
+    assert by_name["shift"]["matmul_tflops"] == pytest.approx(matmul[1])
+    assert by_name["shift"]["tflops"] == pytest.approx(flop(SMALL) / 4.0 / 1e9)
+    # "auto" is symmetric shift here, and is not timed twice.
+    assert by_name["auto"] == {
+        **by_name["symmetric_shift"],
+        "system": "auto",
+        "measured_as": "symmetric_shift",
+    }
+    assert "--peers-path" in by_name["fa3+"]["error"] and "ms" not in by_name["fa3+"]
+
+
+def test_cells_can_be_chosen_by_name(monkeypatch):
+    parser = backward.sweep_parser("small_jobs", "", ("auto",))
+    options = parser.parse_args(["--cells", "d1-none"])
+    with pytest.raises(SystemExit, match="--cells: d1-none is none of d128-full-n512-b32-h16-kv16"):
+        backward.sweep("small_jobs", options, PAPER_SHAPES)
+
+
+def test_errors_are_measured_against_float64(tmp_path):
+    chosen = [systems.our_system("auto"), *systems.peer_systems(["math"], peer_module(tmp_path))]
+    ours, right, wrong = accuracy.measure_cell(SMALL, chosen, "cpu")
+    assert all(0 < r[name] < 0.01 for r in (ours, right) for name in accuracy.GRADIENTS)
+    assert wrong["dq"] == pytest.approx(1.0) and wrong["dk"] < 0.01
+
+
+def test_deviations_between_runs_are_found():
+    class Wavering(systems.Ours):
+        runs = 0
+
+        def bwd(self, *arguments):
+            self.runs += 1
+            dq, dk, dv = super().bwd(*arguments)
+            return dq, dk + 0.5 * (self.runs == 3), dv
+
+    steady, wavering = systems.our_system("auto"), systems.System("unordered", Wavering("auto"), False)
+    first, second = reproducibility.measure_runs(SMALL, [steady, wavering], 4, "cpu")
+    assert first["bitwise_equal"] and [first[n] for n in accuracy.GRADIENTS] == [0, 0, 0]
+    assert not second["bitwise_equal"] and second["dk"] == pytest.approx(0.5, rel=0.05) and second["dq"] == 0
+
+
+def test_two_training_runs_are_compared():
+    sizes = demo.Sizes(1, 1, 64, 1, 130, 3)
+    (same,) = reproducibility.measure_training(systems.our_system("auto"), sizes, "cpu")
+    assert same["bitwise_equal"] and same["weights_that_differ"] == 0 and same["steps"] == 3
+    calls = 0
+
+    class Wavering(systems.System):
+        def attention(self, q, k, v, causal):
+            nonlocal calls
+            calls += 1
+            return super().attention(q, k, v, causal) * (1 + 1e-6 * (calls > 3))
+
+    (other,) = reproducibility.measure_training(
+        Wavering("unordered", systems.Ours("auto"), False), sizes, "cpu"
+    )
+    assert not other["bitwise_equal"] and 0 < other["weights_that_differ"] <= other["parameters"]
+    assert other["greatest_deviation"] > 0
+
+
+def test_the_trained_model_has_thirty_million_parameters():
+    with torch.device("meta"):
+        model = demo.Model(reproducibility.TRAINED, demo.default_attention)
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(30e6, rel=0.03)
+
+
+def test_cpu_time_of_a_call_is_a_median_over_bunches():
+    ticks = iter([0.0, 5.0, 10.0, 10.2, 20.0, 20.6, 30.0, 30.4])  # the first bunch warms up
+    (found,) = call_cost.measure_cell(
+        call_cost.Call(64, True, 32, 1, 2, 1), [systems.our_system("auto")], 3, calls=2, device="cpu",
+        now=lambda: next(ticks),
+    )  # fmt: skip
+    assert found["us"] == pytest.approx(0.2e6) and found["lowest_us"] == pytest.approx(0.1e6)
+
+
+# Transformer blocks.
+
+
+def small(model):
+    kv_heads = 2 if model.kv_heads < model.heads else 4
+    return replace(
+        model, hidden=4 * model.head_dim, heads=4, kv_heads=kv_heads, mlp=96, extra=7 if model.extra else 0
+    )
+
+
+@pytest.mark.parametrize("model", blocks.MODELS, ids=lambda model: model.name)
+def test_blocks_run_with_every_attention(model, tmp_path):
+    """In float32, where ours and torch's own give the same block."""
+    cell = blocks.BlockCell(small(model), 40)
+    torch.manual_seed(0)
+    block = blocks.KINDS[model.kind](cell.model, 40)
+    x = torch.randn(2, 40 + cell.model.extra, cell.model.hidden, requires_grad=True)
+    wanted = [x, *block.parameters()]
+    peer = systems.peer_systems(["math"], peer_module(tmp_path))[0]
+    ours, theirs = (
+        torch.autograd.grad(block(x, s.attention).square().mean(), wanted)
+        for s in (systems.our_system("auto"), peer)
+    )
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+    rows = blocks.measure_cell(
+        cell, [systems.our_system("naive"), systems.our_system("auto"), *systems.peer_systems(["fa4"], None)],
+        2, clock=lambda run: len(run()), device="cpu", dtype=torch.float32, tokens=80,
+    )  # fmt: skip
+    assert [r["repeats"] for r in rows[:2]] == [True, True] and rows[0]["ms"] == len(wanted)
+    assert all("--peers-path" in r["error"] for r in rows[2:])
+    assert rows[0]["model"] == model.name and rows[0]["causal"] == (model.kind == "language")
+
+
+def test_a_token_goes_to_its_two_likeliest_experts():
+    torch.manual_seed(0)
+    mlp = blocks.TwoExperts(16, 24, 4).double()
+    x = torch.randn(2, 9, 16, dtype=torch.float64, requires_grad=True)
+    best, taken = mlp.router(x).float().topk(2, dim=-1)
+    every = torch.stack([expert(x) for expert in mlp.experts], dim=2)
+    picked = every.gather(2, taken.unsqueeze(-1).expand(-1, -1, -1, 16))
+    expected = (picked * best.softmax(-1).double().unsqueeze(-1)).sum(2)
+    found = mlp(x)
+    torch.testing.assert_close(found, expected)
+    wanted = [x, *mlp.parameters()]
+    for a, b in zip(
+        torch.autograd.grad(found.sin().sum(), wanted), torch.autograd.grad(expected.sin().sum(), wanted),
+        strict=True,
+    ):  # fmt: skip
+        torch.testing.assert_close(a, b)
+
+
+def test_sizes_of_the_real_blocks():
+    """Weights a layer, as the models' own numbers of parameters have it."""
+    millions = {}
+    for model in blocks.MODELS:
+        with torch.device("meta"):
+            block = blocks.KINDS[model.kind](model, model.quick)
+        millions[model.name] = sum(p.numel() for p in block.parameters()) / 1e6
+        assert model.heads * model.head_dim == model.hidden
+    assert millions["LLaMA3-8B"] == pytest.approx((8030 - 2 * 128256 * 4096 / 1e6) / 32, rel=0.005)
+    assert millions["Qwen2.5-7B"] == pytest.approx((7616 - 2 * 152064 * 3584 / 1e6) / 28, rel=0.005)
+    assert millions["Mixtral-8x7B"] == pytest.approx((46703 - 2 * 32000 * 4096 / 1e6) / 32, rel=0.005)
+    assert millions["SAM ViT-L"] == pytest.approx(12 * 1024**2 / 1e6, rel=0.01)
+
+
+# Bits.
+
+
+def test_the_fixed_inputs_never_change():
+    """By hash: other inputs would make every accepted hash worthless."""
+    case = bits.BitCase(70, 90, 4, 2, 64, "bf16", True, batch=2)
+    tensors = bits.inputs(case, "cpu")
+    assert [tuple(x.shape) for x in tensors] == [
+        (2, 70, 4, 64), (2, 70, 4, 64), (2, 90, 2, 64), (2, 90, 2, 64), (2, 70, 4, 64), (2, 4, 70),
+    ]  # fmt: skip
+    assert all(x.isfinite().all() for x in tensors)
+    assert tensors[1].float().mean().abs() < 0.02
+    assert tensors[1].float().var().item() == pytest.approx(1 / 3, rel=0.05)
+    assert bits.digest(tensors) == "8ad3a9644932ca139beafb3e1ce19349"
+
+
+def test_the_hash_sees_one_bit():
+    x = torch.tensor([0.0, 1.0], dtype=torch.bfloat16)
+    others = [
+        torch.tensor([-0.0, 1.0], dtype=torch.bfloat16), x.view(2, 1), x.view(torch.int16), x.half(),
+        torch.tensor([0.0, 1.0078125], dtype=torch.bfloat16),
+    ]  # fmt: skip
+    assert bits.digest([x]) == bits.digest([x.clone()])
+    assert len({bits.digest([y]) for y in (x, *others)}) == 6
+    column = torch.arange(6.0).view(3, 2).t()
+    assert bits.digest([column]) == bits.digest([column.contiguous()])
+
+
+def test_hashes_of_a_case_repeat_and_depend_on_the_schedule():
+    case = bits.BitCase(300, 400, 2, 1, 128, "fp16", False)
+    found = bits.hashes(case, "cpu")
+    assert found == bits.hashes(case, "cpu") and found["auto"] == "shift"
+    assert found["shift"]["dq"] != found["naive"]["dq"] and found["inputs"] != found["shift"]["dq"]
+
+
+def test_differing_bits_are_named():
+    accepted = {"cases": {"a": hashes(), "b": hashes(), "c": hashes(), "d": hashes(), "e": hashes()}}
+    found = {
+        "cases": {
+            "a": hashes(), "b": hashes(dq="7"), "c": hashes(auto="naive"), "d": hashes(dq="7", inputs="1"),
+            "new": hashes(), "broken": {"error": "RuntimeError: x"},
+        }
+    }  # fmt: skip
+    assert bits.compare(accepted, accepted) == []
+    assert bits.compare(accepted, found) == [
+        "b, shift: dq",
+        "c: auto is naive, was shift",
+        "d: other inputs, so nothing can be said of the gradients",
+        "e: not computed",
+        "broken: RuntimeError: x",
+    ]
+
+
+def test_the_bits_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bits, "CASES", (bits.BitCase(64, 64, 1, 1, 64, "bf16", True),))
+    monkeypatch.setattr(bits.record, "__defaults__", (bits.CASES, "cuda"))
+    path = tmp_path / "accepted.json"
+    arguments = ["--device", "cpu", "--accepted", str(path)]
+    assert bits.main([*arguments, "--out", str(path)]) == 0
+    assert bits.main(arguments) == 0 and "All bits are the accepted ones." in capsys.readouterr().out
+    record = json.loads(path.read_text())
+    next(iter(record["cases"].values()))["naive"]["dv"] = "other"
+    path.write_text(json.dumps(record))
+    assert bits.main(arguments) == 1 and "naive: dv" in capsys.readouterr().out
+
+
+# The soak.
+
+
+@pytest.mark.parametrize("sms", [132, 114, 64])
+def test_random_cases_are_valid_and_their_names_read_back(sms):
+    rng = random.Random(0)
+    drawn = [soak.draw(rng, sms) for _ in range(3000)]
+    for case in drawn:
+        assert soak.SoakCase.parse(str(case)) == case
+        assert case.heads_q % case.heads_k == 0
+        assert min(case.batch, case.heads_k, case.seqlen_q, case.seqlen_k) >= 1
+        assert case.batch * case.heads_q * case.seqlen_q * case.seqlen_k <= soak.MOST_SCORES
+        assert 0 <= case.sm_margin < sms
+        assert case.schedule in ("naive", "descending") or sms - case.sm_margin >= 64
+    for field in ("head_dim", "dtype", "causal", "schedule", "load"):
+        counts = [
+            sum(getattr(c, field) == value for c in drawn) for value in {getattr(c, field) for c in drawn}
+        ]
+        assert len(counts) > 1 and min(counts) > 500, field
+    assert sum(c.seqlen_q == c.seqlen_k for c in drawn) > 1000
+    assert sum(c.seqlen_q % 64 in (0, 1, 63) for c in drawn) > 1000
+    assert max(c.seqlen_q for c in drawn) > 8192 and min(c.seqlen_q for c in drawn) == 1
+
+
+def test_a_seed_is_a_sequence_of_cases():
+    first, second, other = (soak.cases(seed, 132, 1 << 20) for seed in (5, 5, 6))
+    assert (
+        [next(first) for _ in range(20)]
+        == [next(second) for _ in range(20)]
+        != [next(other) for _ in range(20)]
+    )
+
+
+def test_names_that_are_no_case_are_refused(capsys):
+    good = str(soak.draw(random.Random(1), 132))
+    for bad in ("", good + "x", good.replace("-d", "-e"), re.sub("-[a-z_]+-m", "-best-m", good)):
+        with pytest.raises(ValueError, match="is no case"):
+            soak.SoakCase.parse(bad)
+    with pytest.raises(SystemExit):
+        soak.main(["--device", "cpu", "--case", "nonsense"])
+    assert "'nonsense' is no case" in capsys.readouterr().err
+
+
+SOAK = ["--device", "cpu", "--seed", "3", "--most-scores", "30000", "--seconds", "2"]
+
+
+def test_the_soak_passes_on_the_reference(tmp_path, capsys):
+    path = tmp_path / "soak.json"
+    assert soak.main([*SOAK, "--out", str(path)]) == 0
+    record = json.loads(path.read_text())
+    assert record["cases"] > 3 and record["failed"] == [] and record["seed"] == 3
+    assert "seed 3" in capsys.readouterr().out
+
+
+def broken(monkeypatch, change):
+    """Our CPU backward with `change(number of the call, dq)` as its dq, the yardstick left alone."""
+    original, calls = reference.backward, []
+
+    class Broken:
+        forward = staticmethod(reference.forward)
+
+        @staticmethod
+        def backward(*arguments):
+            calls.append(1)
+            dq, dk, dv = original(*arguments)
+            return change(len(calls), dq), dk, dv
+
+    monkeypatch.setattr(ops, "reference", Broken)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda call, dq: dq + 0.25 * (call % 4 == 2), r"dq of run 1 differs in \d+ numbers"),
+        (lambda call, dq: dq * 1.05, "dq has an error of"),
+        (lambda call, dq: dq * math.nan, "dq has an error of nan"),
+    ],
+)
+def test_a_failure_prints_the_command_that_repeats_it(change, words, monkeypatch, tmp_path, capsys):
+    broken(monkeypatch, change)
+    path = tmp_path / "soak.json"
+    case = "b1-q130-k200-h4-kv2-d64-bf16-full-naive-m0-quiet-s7"
+    assert soak.main(["--device", "cpu", "--case", case, "--out", str(path)]) == 1
+    text = capsys.readouterr().out
+    assert re.search(words, text)
+    (line,) = [line.strip() for line in text.splitlines() if line.strip().startswith("python -m benchmarks")]
+    record = json.loads(path.read_text())
+    assert record["failed"][0]["command"] == line and record["failed"][0]["case"] == case
+    program, *rest = shlex.split(line)
+    assert (program, rest[:3]) == ("python", ["-m", "benchmarks", "soak"])
+    assert soak.main([*rest[3:], "--device", "cpu"]) == 1
+    assert re.search(words, capsys.readouterr().out)
+    monkeypatch.undo()
+    assert soak.main([*rest[3:], "--device", "cpu"]) == 0
+
+
+def test_a_case_that_raises_is_a_failure_and_the_soak_goes_on(monkeypatch):
+    def check(case, device):
+        if case.seed == 1:
+            raise RuntimeError("unspecified launch failure")
+        return []
+
+    monkeypatch.setattr(soak, "check", check)
+    drawn = [soak.draw(random.Random(0), 132)._replace(seed=seed) for seed in range(3)]
+    record = soak.soak(iter(drawn), math.inf, "cpu")
+    assert record["cases"] == 3
+    assert [f["problems"] for f in record["failed"]] == [["RuntimeError: unspecified launch failure"]]
+
+    def lost():
+        raise harness.GpuLost("gone")
+
+    monkeypatch.setattr(harness, "check_gpu", lost)
+    assert soak.soak(iter(drawn), math.inf, "cpu")["cases"] == 2
+
+
+# Comparison and verdict.
+
+
+@pytest.mark.parametrize(("part", "slower"), [(1.2, 0), (1.0, 0), (0.9701, 0), (0.9699, 1), (0.5, 1)])
+def test_more_than_three_percent_is_slower(part, slower):
+    found = compare.slower([row("auto", 400.0)], [row("auto", 400.0 * part)])
+    assert len(found) == slower
+
+
+def test_speed_is_compared_as_a_ratio_to_the_matmul():
+    cooler = [row("auto", 438.0, matmul=800.0)]
+    (found,) = compare.slower([row("auto", 400.0, matmul=700.0)], cooler)
+    assert str(found) == "d 128 full 512, auto: 4.2% slower (0.571 of the matmul, now 0.547)"
+    assert compare.slower_cells([row("auto", 400.0)], cooler) == [cell_name(PAPER_SHAPES[0])]
+
+
+def test_peers_and_new_cells_are_not_judged():
+    old = [row("auto", 400.0), row("fa3+", 400.0)]
+    new = [row("auto", 400.0), row("fa3+", 100.0), row("auto", 1.0, PAPER_SHAPES[1])]
+    assert compare.slower(old, new) == [] and compare.missing(old, new) == []
+
+
+def test_a_cell_that_is_gone_is_a_problem_and_a_failed_one_is_told_once():
+    failed = {**backward.describe(PAPER_SHAPES[0]), "system": "shift", "error": "RuntimeError: x"}
+    verdict = compare.judge(night([failed]), ACCEPTED, ACCEPTED_BITS)
+    assert not verdict.passed
+    assert verdict.problems == {
+        "cells": ["d128-full-n512-b32-h16-kv16 shift: RuntimeError: x", "d 128 full 512, auto: not measured"]
+    }
+    whole = {**backward.describe(PAPER_SHAPES[0]), "error": "GpuLost: x"}
+    verdict = compare.judge(night([whole]), ACCEPTED, ACCEPTED_BITS)
+    assert verdict.problems == {"cells": ["d128-full-n512-b32-h16-kv16: GpuLost: x"]}
+
+
+def test_a_good_night_passes():
+    verdict = compare.judge(night(), ACCEPTED, ACCEPTED_BITS)
+    assert verdict.passed and verdict.lines() == ["PASSED"] and verdict.accepted == "accepted.json"
+
+
+@pytest.mark.parametrize(
+    ("record", "kind", "words"),
+    [
+        (night([row("auto", 380.0), row("shift", 390.0)]), "slower", "d 128 full 512, auto: 5.0% slower"),
+        (night(found={"case": hashes(dq="8")}), "bits", "case, shift: dq"),
+        (night(soak_failed=["c1"]), "soak", "dq differs: run c1"),
+        (night(tests_failed=["tests/x"]), "tests", "tests/x"),
+        (night() | {"soak": None}, "soak", "left no record"),
+        (night() | {"tests": None}, "tests", "left no record"),
+        (night() | {"bits": None}, "bits", "no hashes"),
+        (night() | {"backward": None}, "cells", "left no record"),
+        (night() | {"soak": night()["soak"] | {"cases": 0}}, "soak", "no case ran"),
+        (
+            night() | {"tests": night()["tests"] | {"passed": 0}},
+            "tests",
+            "exit status 0, 0 passed",
+        ),
+    ],
+)
+def test_each_kind_of_problem_fails_the_night(record, kind, words):
+    verdict = compare.judge(record, ACCEPTED, ACCEPTED_BITS)
+    assert not verdict.passed and list(verdict.problems) == [kind]
+    assert any(line.startswith(f"{kind}: ") and words in line for line in verdict.lines())
+    assert verdict.as_json()["passed"] is False
+
+
+def test_without_anything_accepted_a_night_does_not_pass():
+    verdict = compare.judge(night(), None, None)
+    assert verdict.problems == {"baseline": ["no accepted times of a GPU", "no accepted bits"]}
+
+
+def test_new_bits_and_uncommitted_changes_are_noted():
+    record = night(found={"case": hashes(), "more": hashes()})
+    record["environment"]["uncommitted_changes"] = True
+    verdict = compare.judge(record, ACCEPTED, ACCEPTED_BITS)
+    assert verdict.passed
+    assert verdict.notes == ["bits of more are new", "the working tree has uncommitted changes"]
+
+
+def test_the_last_accepted_record_is_the_newest_of_the_same_gpu(tmp_path):
+    for name, device in (("20260101", "H200"), ("20260102", "H200"), ("20260103", "H100")):
+        harness.write_json(tmp_path / f"{name}.json", night(device=device))
+    path, record = compare.last_accepted("H200", tmp_path)
+    assert path.name == "20260102.json" and record["environment"]["device"] == "H200"
+    assert compare.last_accepted("B200", tmp_path) is None
+
+
+# The nightly run, with its steps replaced.
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """Folders of a project in which something is accepted, and nights that leave what a test says."""
+    history, bits_path = tmp_path / "history", tmp_path / "bits.json"
+    harness.write_json(history / "20260101.json", {k: v for k, v in night().items() if k != "bits"})
+    harness.write_json(bits_path, ACCEPTED_BITS)
+    monkeypatch.setattr(harness, "require_kernels", lambda: None)
+    monkeypatch.setattr(harness, "environment", environment)
+    monkeypatch.setattr(bits, "ACCEPTED", bits_path)
+    monkeypatch.setattr(compare.last_accepted, "__defaults__", (history,))
+    steps = []
+
+    def run(record, again=None):
+        left = iter([record["tests"], record["backward"], again, record["bits"], record["soak"]])
+
+        def step(title, out, *arguments, environment=None):
+            steps.append((title, arguments))
+            found = next(left)
+            while title in ("bits", "soak") and found is again:
+                found = next(left)
+            return found
+
+        monkeypatch.setattr(nightly, "step", step)
+        return nightly.main(["--folder", str(tmp_path / "out")])
+
+    run.steps, run.out = steps, tmp_path / "out"
+    return run
+
+
+def test_a_night(project, capsys):
+    assert project(night()) == 0
+    assert "PASSED" in capsys.readouterr().out
+    record = json.loads((project.out / "record.json").read_text())
+    assert record["verdict"] == {"passed": True, "problems": {}, "notes": [], "accepted": "20260101.json"}
+    assert "PASSED" in (project.out / "report.html").read_text()
+    assert [title for title, _ in project.steps] == ["GPU tests", "quick sweep", "bits", "soak"]
+
+
+def test_a_slow_cell_is_measured_again_before_it_counts(project, capsys):
+    slow = night([row("auto", 300.0), row("shift", 390.0)])
+    assert project(slow, sweep_record([row("auto", 398.0), row("shift", 1.0, error="x")])) == 0
+    assert project.steps[2][0] == "1 cells again"
+    assert project.steps[2][1][-3] == "d128-full-n512-b32-h16-kv16"
+    assert project(slow, sweep_record([row("auto", 302.0), row("shift", 390.0)])) == 1
+    assert "slower: d 128 full 512, auto: 24.5% slower" in capsys.readouterr().out
+
+
+def test_a_bad_night_says_what_is_wrong(project, capsys):
+    assert project(night(found={"case": hashes(dq="8")}, soak_failed=["c"])) == 1
+    text = capsys.readouterr().out
+    assert "FAILED" in text and "bits: case, shift: dq" in text and "soak: dq differs: run c" in text
+    assert "accept --because" not in text
+    assert project(night(found={"case": hashes(dq="8")})) == 1
+    assert "accept --because" in capsys.readouterr().out
+
+
+def test_a_step_is_a_process_that_leaves_a_record_or_not(tmp_path, capsys):
+    out = tmp_path / "x.json"
+    out.write_text("an older one")
+    assert nightly.step("nothing", out, "-c", "raise SystemExit(3)") is None
+    assert "nothing: exit status 3" in capsys.readouterr().out
+    code = "import os; open(os.environ['WHERE'], 'w').write('{\"a\": 1}')"
+    assert nightly.step("record", out, "-c", code, environment={"WHERE": str(out)}) == {"a": 1}
+
+
+# Accepting.
+
+
+@pytest.fixture
+def shelf(tmp_path):
+    changelog = tmp_path / "CHANGELOG.md"
+    changelog.write_text("# Changelog\n\nIntroduction.\n\n## 0.2.0\n\n- Old entry.\n\n## 0.1.0\n\n- First.\n")
+    return {"history": tmp_path / "history", "bits_path": tmp_path / "bits.json", "changelog": changelog}
+
+
+def judged(record, accepted=ACCEPTED, accepted_bits=ACCEPTED_BITS):
+    return record | {"verdict": compare.judge(record, accepted, accepted_bits).as_json()}
+
+
+def test_the_first_record_and_an_equal_one_are_accepted(shelf):
+    written = accept.accept(judged(night(), None, None), None, **shelf)
+    assert [p.name for p in written] == ["20260102T030405_cccccccccccc.json", "bits.json"]
+    assert json.loads(shelf["bits_path"].read_text()) == ACCEPTED_BITS
+    kept = json.loads(written[0].read_text())
+    assert "bits" not in kept and kept["backward"]["rows"] == night()["backward"]["rows"]
+    assert len(accept.accept(judged(night()), None, **shelf)) == 2
+    assert compare.last_accepted("a GPU", shelf["history"])[0] == written[0]
+
+
+def test_other_bits_need_a_reason_and_the_changelog_tells_it(shelf):
+    harness.write_json(shelf["bits_path"], ACCEPTED_BITS)
+    other = judged(night(found={"case": hashes(dq="8")}))
+    with pytest.raises(accept.NotAcceptable, match="case, shift: dq"):
+        accept.accept(other, None, **shelf)
+    assert not shelf["history"].exists()
+    written = accept.accept(other, "dQ is scaled earlier.", **shelf)
+    assert written[-1] == shelf["changelog"]
+    text = shelf["changelog"].read_text()
+    assert (
+        "## 0.2.0\n\n- **The bits change** (1 case of `benchmarks/results/bits.json`): dQ is scaled earlier."
+        "\n- Old entry." in text
+    )
+    assert json.loads(written[0].read_text())["accepted_because"] == "dQ is scaled earlier."
+    assert json.loads(shelf["bits_path"].read_text()) == other["bits"]
+
+
+def test_slower_cells_need_a_reason_too(shelf):
+    slower = judged(night([row("auto", 300.0), row("shift", 390.0)]))
+    with pytest.raises(accept.NotAcceptable, match="25.0% slower"):
+        accept.accept(slower, None, **shelf)
+    before = shelf["changelog"].read_text()
+    accept.accept(slower, "Correctness.", **shelf)
+    assert shelf["changelog"].read_text() == before
+
+
+@pytest.mark.parametrize("bad", [{"soak_failed": ["c"]}, {"tests_failed": ["t"]}])
+def test_a_broken_night_is_never_accepted(shelf, bad):
+    with pytest.raises(accept.NotAcceptable, match="problems with (soak|tests)"):
+        accept.accept(judged(night(**bad)), "whatever", **shelf)
+
+
+def test_accepting_what_is_not_there(tmp_path, capsys):
+    assert accept.main([str(tmp_path / "none.json")]) == 1
+    assert "not accepted" in capsys.readouterr().out
+
+
+# Tables.
+
+CAUSAL = next(s for s in PAPER_SHAPES if s.head_dim == 64 and s.causal and s.seqlen == 1024)
+SWEEP = [
+    *(row(n, x) for n, x in (("naive", 300), ("descending", 310), ("shift", 360), ("symmetric_shift", 350))),
+    row("auto", 360), row("unordered", 400), row("fa3+", 250), row("fa3-", 400), row("fa4+", 370),
+    {**backward.describe(PAPER_SHAPES[0]), "system": "fa4-", "error": "RuntimeError: out of memory"},
+    *(row(n, x, CAUSAL) for n, x in (("naive", 100), ("descending", 150), ("symmetric_shift", 180))),
+    row("unordered", 150, CAUSAL), row("fa3+", 200, CAUSAL), row("fa3-", 210, CAUSAL),
+]  # fmt: skip
+
+
+def test_headline_numbers():
+    found = {line[0]: line[1:] for line in tables.headline(SWEEP).rows}
+    first, second = "d 128 full 512", "d 64 causal 1k"
+    assert found["Worst cost of determinism: auto against unordered"] == [first, "10.0 %"]
+    assert found["Worst cost of determinism: fa3+ against fa3-"] == [first, "37.5 %"]
+    assert "Worst cost of determinism: fa4+ against fa4-" not in found
+    assert found["Best gain over naive, full mask"] == [first, "1.20x"]
+    assert found["Best gain over naive, causal mask"] == [second, "1.80x"]
+    assert found["Best gain over fa3+"] == [first, "1.44x"]
+    # auto was not timed in the second cell, but symmetric shift was, which it is there.
+    mean = math.sqrt(360 / 250 * 180 / 200)
+    where = f"1 of 2 cells at 1.00x or more; worst: 0.90x, {second}"
+    assert found["auto against fa3+, geometric mean"] == [where, f"{mean:.2f}x"]
+    best = math.sqrt(360 / 370 * 180 / 200)
+    assert found["auto against the fastest deterministic peer, geometric mean"][1] == f"{best:.2f}x"
+    best = math.sqrt(360 / 400 * 180 / 210)
+    assert found["auto against the fastest peer, geometric mean"][1] == f"{best:.2f}x"
+
+
+def test_backward_tables_mark_the_best_and_the_failed():
+    first, second = tables.backward(SWEEP)
+    assert first.header == ["system", "512"]
+    lines = dict(first.rows)
+    assert lines["unordered"] == lines["fa3-"] == "**400** (0.57)" and lines["fa4-"] == "failed"
+    assert "d 64, causal mask, 32 heads" in second.title and dict(second.rows)["fa3+"] == "200 (0.29)"
+    whole = [
+        {**backward.describe(CAUSAL), "error": "x"},
+        row("auto", 5, CAUSAL._replace(seqlen=2048, batch=8)),
+    ]
+    assert tables.backward(whole)[0].rows == [["auto", "failed", "**5** (0.01)"]]
+
+
+def test_a_table_as_text_and_as_html():
+    table = tables.Table("A & B", ["name", "x<y"], [["**bold**", "1"]])
+    assert table.markdown() == "**A & B**\n\n| name | x<y |\n| --- | ---: |\n| **bold** | 1 |"
+    text = table.html()
+    assert "A &amp; B" in text and "x&lt;y" in text and "<td class=name><b>bold</b></td><td>1</td>" in text
+
+
+MORE = {
+    "blocks": [
+        {"cell": "4k", "model": m, "causal": c, "seqlen": 4096, "system": s, "ms": ms, "repeats": True}
+        for m, c, times in (("M1", True, (11.0, 10.0, 9.9)), ("M2", False, (20.6, 20.0, 20.0)))
+        for s, ms in zip(("naive", "auto", "unordered"), times, strict=True)
+    ],
+    "reproducibility": [
+        {"cell": "c", "system": name, "runs": 10, "bitwise_equal": dq == 0, "dq": dq, "dk": 0.0, "dv": 0.0}
+        for name, dq in (("shift", 0.0), ("unordered", 0.5))
+    ] + [
+        {"cell": "c", "system": "fa3+", "error": "x"},
+        {
+            "cell": "training", "system": "shift", "bitwise_equal": True, "weights_that_differ": 0,
+            "steps": 200, "parameters": 30000000, "greatest_deviation": 0.0, "first_loss": 5.0,
+            "last_loss": 2.0, "tokens_per_second": 1e6,
+        },
+    ],
+    "accuracy": [
+        {"cell": "c", "system": "shift", "dq": 1e-3, "dk": 2e-3, "dv": 3e-3}, {"cell": "d", "error": "x"},
+    ],
+    "memory": [
+        {"cell": "c", "system": "shift", "extra_bytes": 3 << 20, "extra_in_fp32_dq": 1.5},
+        {"cell": "d", "error": "x"},
+    ],
+    "call_cost": [{"cell": "c", "system": "auto", "us": 80.4}, {"cell": "c", "system": "fa3+", "us": 90.6}],
+}  # fmt: skip
+
+
+def test_tables_of_everything_else():
+    assert tables.memory(MORE["memory"]).rows == [["c", "3.0 (1.5000)"], ["d", "failed"]]
+    assert tables.call_cost(MORE["call_cost"]).rows == [["c", "80", "91"]]
+    assert tables.accuracy(MORE["accuracy"]).rows[1] == ["d", tables.NONE, "failed", "failed", "failed"]
+    runs, training = tables.reproducibility(MORE["reproducibility"])
+    assert [line[2:4] for line in runs.rows] == [["yes", "0"], ["**no**", "5.00e-01"], ["failed", "failed"]]
+    assert "10 runs" in runs.title and "200 steps" in training.title
+    assert training.rows == [["shift", "0 of 30,000,000", "0", "5.000 to 2.000", "1,000,000"]]
+    blocks_table = tables.blocks(MORE["blocks"])
+    assert blocks_table.rows[0] == ["M1", "4k", "11.00", "10.00", "9.90", "1.100x", "0.990x"]
+    assert tables.block_summary(MORE["blocks"]).rows[:2] == [
+        ["auto against naive, causal mask", "+10.0 %", "+10.0 to +10.0 %"],
+        ["auto against naive, full mask", "+3.0 %", "+3.0 to +3.0 %"],
+    ]
+    for table in (blocks_table, runs, training, *map(tables.accuracy, [MORE["accuracy"]])):
+        assert all(len(line) == len(table.header) for line in table.rows)
+
+
+# Claims, documents, report.
+
+
+def made_up(kinds=("backward", *MORE)):
+    rows = {"backward": SWEEP, **MORE}
+    return {
+        kind: {"kind": kind, "form": "full", "environment": environment(), "rows": rows[kind]}
+        for kind in kinds
+    }
+
+
+def answers(found):
+    return {line[0]: line[2:] for line in claims.claims(found).rows}
+
+
+def test_claims_are_answered_by_the_records():
+    found = answers(made_up())
+    assert found["Determinism costs FlashAttention-3 throughput"][0] == "no"  # 37.5 % of at most 37.9
+    assert found["Speed over deterministic FlashAttention-3"][0] == "yes"
+    assert found["The same over our own naive order, full mask"][0] == "no"
+    assert found["The same over our own naive order, causal mask"][0] == "yes"
+    assert found["Full mask: shift is the fastest everywhere"] == ["yes", "fastest in 1 of 1"]
+    assert found["Full mask: shift dips at 16k"] == [tables.NONE, "not measured yet"]
+    assert found["Causal, d 64: symmetric shift is the fastest"][0] == "yes"
+    words = "over deterministic FA3: in 0 and 0 of 1"
+    assert words in found["Causal: descending and symmetric shift always beat the baseline"][1]
+    assert found["Whole blocks gain, causal mask"] == [
+        "yes", "+10.0 % over naive; +10.0 (M1, 4k) to +10.0 % (M1, 4k)",
+    ]  # fmt: skip
+    assert found["Whole blocks gain, full mask"][0] == "no"
+    # Unordered is not counted, and neither are peers.
+    assert found["Ten runs give the same bits"] == ["yes", "2 of 2 rows with the same bits"]
+
+
+def test_a_claim_that_does_not_hold_is_told():
+    rows = [
+        *SWEEP,
+        *(row(n, x, PAPER_SHAPES[1]) for n, x in (("naive", 400), ("descending", 380), ("shift", 392))),
+    ]
+    found = answers({"backward": {"rows": rows}})["Full mask: shift is the fastest everywhere"]
+    assert found[0] == "in 1 of 2 cells" and "2.0 % behind the fastest at worst (d 128 full 1k)" in found[1]
+    assert set(map(tuple, answers({}).values())) == {(tables.NONE, "not measured yet")}
+
+
+def test_a_document_is_filled_between_its_marks():
+    text = "Before\n<!-- measured: memory -->\nold\n<!-- /measured -->\nafter\n"
+    once = publish.filled(text, made_up())
+    assert "| c | 3.0 (1.5000) |" in once and "old" not in once and "a GPU, driver 1" in once
+    assert once.startswith("Before\n<!-- measured: memory -->\n") and once.endswith(
+        "<!-- /measured -->\nafter\n"
+    )
+    assert publish.filled(once, made_up()) == once
+    assert "Not measured yet. `python -m benchmarks memory`" in publish.filled(text, {})
+    with pytest.raises(ValueError, match="nothing is called 'nonsense'"):
+        publish.filled(text.replace("memory", "nonsense"), {})
+
+
+def test_the_committed_document_is_what_the_committed_records_say():
+    text = publish.DOCUMENT.read_text()
+    assert publish.filled(text, records.committed()) == text, "run python -m benchmarks publish"
+    assert set(re.findall(r"<!-- measured: (\w+)", text)) == set(publish.PLACES)
+
+
+def results_folder(tmp_path):
+    for kind, record in made_up().items():
+        harness.write_json(tmp_path / f"{kind}.json", record)
+    for day, speed in ((1, 0.9), (3, 1.1)):
+        rows = [row("auto", 180 * speed, CAUSAL)]
+        record = night(rows, date=f"2026-01-0{day}T00:00:00+00:00")
+        harness.write_json(tmp_path / "nightly" / f"2026010{day}.json", record)
+    return tmp_path
+
+
+def test_full_records_are_preferred_to_quick_ones(tmp_path):
+    for name in ("memory", "memory_quick", "blocks_quick", "backward_llama3_8b"):
+        harness.write_json(tmp_path / f"{name}.json", {"name": name, "rows": []})
+    found = {kind: record["name"] for kind, record in records.committed(tmp_path).items()}
+    assert found == {"memory": "memory", "blocks": "blocks_quick", "small_jobs": "backward_llama3_8b"}
+
+
+def test_history_is_in_the_order_of_dates(tmp_path):
+    points = records.history(results_folder(tmp_path))
+    assert [p["date"][:10] for p in points] == ["2026-01-01", "2026-01-02", "2026-01-03"]
+    ratios = [p["ratios"]["d 64, causal"] for p in points]
+    assert ratios == pytest.approx([0.9 * 180 / 700, 180 / 700, 1.1 * 180 / 700])
+
+
+def test_the_report_needs_nothing_else(tmp_path):
+    record = judged(night([row("auto", 300.0), row("shift", 390.0)], tests_failed=["tests/<script>"]))
+    text = report.build(record, results_folder(tmp_path))
+    assert "FAILED" in text and "25.0% slower" in text
+    assert "<script" not in text and "tests/&lt;script&gt;" in text
+    assert all(a.startswith("data:image/svg+xml;base64,") for a in re.findall(r'src="([^"]*)"', text))
+    assert "http" not in text and "<link" not in text and "url(" not in text
+    assert 'name="viewport"' in text and text.count("<img") == 2 + 1 + 1 + 1
+    for kind, title in report.SECTIONS:
+        assert f'<section id="{kind}"><h2>{html.escape(title)}</h2>' in text and f'href="#{kind}"' in text
+    assert "Not measured yet: <code>python -m benchmarks small_jobs</code>" in text
+    assert "3.0 (1.5000)" in text and "2026-01-03 00:00" in text
+
+
+def test_a_report_without_matplotlib_has_its_tables(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "benchmarks.charts", None)
+    monkeypatch.delattr(sys.modules["benchmarks"], "charts", raising=False)
+    text = report.build(None, results_folder(tmp_path))
+    assert "Without matplotlib the report has no charts." in text and "<img" not in text
+    assert "3.0 (1.5000)" in text
+
+
+def test_publish_writes_charts_document_and_report(tmp_path, capsys):
+    results = results_folder(tmp_path / "results")
+    document = tmp_path / "page.md"
+    document.write_text("<!-- measured: claims -->\n<!-- /measured -->\n")
+    page = tmp_path / "report.html"
+    harness.write_json(tmp_path / "night.json", judged(night()))
+    arguments = ["--results", str(results), "--document", str(document), "--report", str(page)]
+    assert publish.main([*arguments, "--night", str(tmp_path / "night.json")]) == 0
+    assert "| Ten runs give the same bits | yes | yes |" in document.read_text()
+    assert "PASSED" in page.read_text()
+    charts = {name: (results / f"{name}.svg").read_bytes() for name in ("backward", "blocks")}
+    assert all(b"<svg" in content for content in charts.values()) and b"fa3+" in charts["backward"]
+    assert publish.main(arguments) == 0
+    assert {name: (results / f"{name}.svg").read_bytes() for name in charts} == charts
