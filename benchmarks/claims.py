@@ -24,7 +24,7 @@ def claims(found: Records) -> Table:
     for claim, paper, kind, answer in CLAIMS:
         rows = tables.good(found[kind]["rows"]) if kind in found else []
         body.append([claim, paper, *((answer(rows) if rows else None) or UNKNOWN)])
-    return Table("The paper's claims", ["claim", "paper", "holds here", "measured"], body, names=4)
+    return Table("The paper's claims", ["claim", "paper", "holds here", "measured"], body, words=(0, 1, 2, 3))
 
 
 def _yes(part: bool) -> str:

@@ -24,9 +24,10 @@ nav a { color: #0969da; } nav { display: flex; flex-wrap: wrap; gap: .2rem .9rem
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .25rem .6rem; border-bottom: 1px solid #d8dee4; text-align: right; white-space: nowrap; }
-th { background: #f6f8fa; } td.name, th.name { text-align: left; }
-td:first-child, th:first-child { position: sticky; left: 0; background: #f6f8fa; white-space: normal;
-  min-width: 6rem; max-width: 12rem; overflow-wrap: normal; }
+th { background: #f6f8fa; } td.words, th.words { text-align: left; }
+td.words { white-space: normal; min-width: 6rem; }
+td:first-child, th:first-child { position: sticky; left: 0; background: #f6f8fa; max-width: 13rem; }
+td, th { overflow-wrap: normal; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1rem; }
 img { width: 100%; height: auto; display: block; max-width: 44rem; }
 code { font-size: .85em; background: #f6f8fa; }
@@ -144,7 +145,7 @@ def _content(kind: str, record: dict[str, Any]) -> list[str]:
         parts.append(_charts(charts_of(kind, record)))
     except ImportError:
         parts.append(_NO_CHARTS)
-    return [*parts, *(table.html() for table in tables_of(kind, record))]
+    return [*parts, *(table.html() for table in tables_of(kind, record) if table.rows)]
 
 
 _NO_CHARTS = "<p class=source>Without matplotlib the report has no charts.</p>"
@@ -173,7 +174,7 @@ def _history(points: list[dict[str, Any]]) -> list[str]:
         for point in points
     ]
     title = "auto's ratio to the matmul, geometric mean over 1k and 16k"
-    table = Table(title, ["date", "commit", "GPU", *names], body, names=3).html()
+    table = Table(title, ["date", "commit", "GPU", *names], body, words=(0, 1, 2)).html()
     try:
         from . import charts
 

@@ -28,17 +28,17 @@ class Table:
         title: in one line.
         header: the columns' names.
         rows: as long as the header.
-        names: how many columns on the left are words; the others are numbers.
+        words: the numbers of the columns that are words; the others are numbers.
     """
 
     title: str
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
-    names: int = 1
+    words: Sequence[int] = (0,)
 
     def markdown(self, title: bool = True) -> str:
         """As Markdown, the title in bold above."""
-        marks = [" --- "] * self.names + [" ---: "] * (len(self.header) - self.names)
+        marks = [" --- " if i in self.words else " ---: " for i in range(len(self.header))]
         lines = ["|" + "|".join(f" {cell} " for cell in row) + "|" for row in (self.header, *self.rows)]
         lines.insert(1, "|" + "|".join(marks) + "|")
         return "\n".join([*((f"**{self.title}**", "") if title else ()), *lines])
@@ -48,7 +48,7 @@ class Table:
 
         def line(cells: Sequence[str], kind: str) -> str:
             marked = (
-                f"<{kind}{'' if i >= self.names else ' class=name'}>{_bold(cell)}</{kind}>"
+                f"<{kind}{' class=words' if i in self.words else ''}>{_bold(cell)}</{kind}>"
                 for i, cell in enumerate(cells)
             )
             return "<tr>" + "".join(marked) + "</tr>"
@@ -208,18 +208,18 @@ def headline(rows: Rows) -> Table:
 
     def cost(what: str, found: Ratios) -> None:
         if found:
-            lines.append([what, cell_words(found.worst), _percent(1 - found.by_cell[found.worst])])
+            lines.append([what, _percent(1 - found.by_cell[found.worst]), cell_words(found.worst)])
 
     def gain(what: str, found: Ratios) -> None:
         if found:
-            lines.append([what, cell_words(found.best), f"{found.by_cell[found.best]:.2f}x"])
+            lines.append([what, f"{found.by_cell[found.best]:.2f}x", cell_words(found.best)])
 
     def against(what: str, found: Ratios) -> None:
         if found:
             at_least = sum(ratio >= 1 for ratio in found.by_cell.values())
             where = f"{at_least} of {len(found.by_cell)} cells at 1.00x or more; worst: "
             where += f"{found.by_cell[found.worst]:.2f}x, {cell_words(found.worst)}"
-            lines.append([f"{what}, geometric mean", where, f"{found.geometric_mean:.2f}x"])
+            lines.append([f"{what}, geometric mean", f"{found.geometric_mean:.2f}x", where])
 
     cost("Worst cost of determinism: auto against unordered", ratios(rows, of("auto"), of("unordered")))
     peers = dict.fromkeys(row["system"][:-1] for row in good(rows) if is_peer(row["system"]))
@@ -241,7 +241,7 @@ def headline(rows: Rows) -> Table:
             "auto against the fastest deterministic peer", ratios(rows, of("auto"), best_deterministic_peer)
         )
         against("auto against the fastest peer", ratios(rows, of("auto"), best_peer))
-    return Table("Headline numbers", ["", "where", "value"], lines, names=2)
+    return Table("Headline numbers", ["", "value", "where"], lines, words=(0, 2))
 
 
 def _percent(part: float) -> str:
@@ -290,7 +290,10 @@ def accuracy(rows: Rows) -> Table:
         for row in rows
     ]
     return Table(
-        "Error against float64, |x - exact| / |exact|", ["shape", "system", "dq", "dk", "dv"], body, names=2
+        "Error against float64, |x - exact| / |exact|",
+        ["shape", "system", "dq", "dk", "dv"],
+        body,
+        words=(0, 1),
     )
 
 
@@ -312,7 +315,7 @@ def reproducibility(rows: Rows) -> list[Table]:
             for row in runs
         ]
         header = ["shape", "system", "same bits", "dq", "dk", "dv"]
-        tables.append(Table(f"Greatest deviation between {count} runs", header, body, names=3))
+        tables.append(Table(f"Greatest deviation between {count} runs", header, body, words=(0, 1, 2)))
     if training:
         body = [
             [row["system"]]
@@ -380,7 +383,6 @@ def blocks(rows: Rows) -> Table:
         "Transformer blocks, forward and backward: ms, and auto's speed against others",
         ["model", "tokens", *systems, *(f"auto / {name}" for name in below)],
         body,
-        names=1,
     )
 
 
