@@ -9,6 +9,7 @@ import argparse
 import importlib
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from . import harness
 
@@ -21,6 +22,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="the quick form of each")
     parser.add_argument("--peers", default="", help="see `backward --help`")
     parser.add_argument("--peers-path", help="see `backward --help`")
+    parser.add_argument("--folder", type=Path, default=harness.RESULTS, help="of the records")
     parser.add_argument("--parts", type=lambda text: text.split(","), default=PARTS, help=",".join(PARTS))
     options = parser.parse_args(argv)
     if unknown := set(options.parts) - set(PARTS):
@@ -34,11 +36,13 @@ def main(argv: Sequence[str]) -> int:
         print(f"\n== {part}", flush=True)
         start = time.monotonic()
         try:
-            status: int | str = importlib.import_module(f".{part}", __package__).main(common)
+            out = options.folder / (f"{part}_quick.json" if options.quick else f"{part}.json")
+            status = importlib.import_module(f".{part}", __package__).main([*common, "--out", str(out)])
+            words = "some rows failed" if status else "ok"
         except Exception as error:
-            status = harness.one_line(error)
-        ended[part] = (status, time.monotonic() - start)
+            status, words = 1, f"FAILED: {harness.one_line(error)}"
+        ended[part] = (status, words, time.monotonic() - start)
     print()
-    for part, (status, seconds) in ended.items():
-        print(f"{part:<18}{seconds:>6.0f} s  {'ok' if status == 0 else f'FAILED: {status}'}")
-    return int(any(status != 0 for status, _ in ended.values()))
+    for part, (_, words, seconds) in ended.items():
+        print(f"{part:<18}{seconds:>6.0f} s  {words}")
+    return int(any(status for status, *_ in ended.values()))

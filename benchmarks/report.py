@@ -25,7 +25,7 @@ nav a { color: #0969da; } nav { display: flex; flex-wrap: wrap; gap: .2rem .9rem
 table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .25rem .6rem; border-bottom: 1px solid #d8dee4; text-align: right; white-space: nowrap; }
 th { background: #f6f8fa; } td.words, th.words { text-align: left; }
-td.words { white-space: normal; min-width: 6rem; }
+td.words { white-space: normal; min-width: 8rem; }
 td:first-child, th:first-child { position: sticky; left: 0; background: #f6f8fa; max-width: 13rem; }
 td, th { overflow-wrap: normal; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1rem; }

@@ -29,6 +29,7 @@ from benchmarks import (  # noqa: E402
     call_cost,
     claims,
     compare,
+    evaluate,
     harness,
     nightly,
     publish,
@@ -202,6 +203,33 @@ def test_the_program_as_users_start_it():
         [sys.executable, "-m", "benchmarks", "--help"], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0 and all(command in done.stdout for command in COMMANDS)
+
+
+def test_all_parts_run_even_if_one_fails(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(harness, "require_kernels", lambda: None)
+    seen = {}
+
+    def part(name):
+        def main(argv):
+            seen[name] = argv
+            if name == "blocks":
+                raise MemoryError("too little")
+            return int(name == "memory")
+
+        return main
+
+    for name in evaluate.PARTS:
+        monkeypatch.setattr(importlib.import_module(f"benchmarks.{name}"), "main", part(name))
+    arguments = ["--quick", "--peers", "fa3,fa2", "--peers-path", "x.py", "--folder", str(tmp_path)]
+    assert evaluate.main(arguments) == 1
+    assert list(seen) == list(evaluate.PARTS)
+    assert seen["accuracy"] == [*arguments[:5], "--out", str(tmp_path / "accuracy_quick.json")]
+    text = capsys.readouterr().out
+    assert re.search(r"blocks .*FAILED: MemoryError: too little", text)
+    assert re.search(r"memory .*some rows failed", text) and re.search(r"accuracy .*ok", text)
+    assert evaluate.main(["--parts", "accuracy,call_cost"]) == 0
+    with pytest.raises(SystemExit):
+        evaluate.main(["--parts", "nonsense"])
 
 
 # Systems and what is measured of them.
