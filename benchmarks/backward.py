@@ -122,7 +122,9 @@ def sweep(command: str, options: argparse.Namespace, shapes: Sequence[Shape]) ->
     )
     for table in tables.backward(record["rows"]):
         print("\n" + table.markdown())
-    print("\n" + tables.headline(record["rows"]).markdown())
+    headline = tables.headline(record["rows"])
+    if headline.rows:
+        print("\n" + headline.markdown())
     return bool(harness.failures(record["rows"]))
 
 

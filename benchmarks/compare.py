@@ -100,7 +100,7 @@ def slower_cells(accepted: Rows, rows: Rows, limit: float = LIMIT) -> list[str]:
     return list(dict.fromkeys(row["cell"] for row in good(rows) if cell_words(cell_of(row)) in words))
 
 
-def last_accepted(device: str | None, folder: Path = HISTORY) -> tuple[Path, dict[str, Any]] | None:
+def last_accepted(device: str | None, folder: Path) -> tuple[Path, dict[str, Any]] | None:
     """The newest accepted record of the same GPU model: a ratio to the matmul is another on another GPU."""
     for path in sorted(folder.glob("*.json"), reverse=True):
         record = harness.read_json(path)

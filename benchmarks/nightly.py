@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
         return folder / f"{name}.json"
 
     environment = harness.environment()
-    accepted = compare.last_accepted(environment["device"])
+    accepted = compare.last_accepted(environment["device"], compare.HISTORY)
     record: dict[str, Any] = {"kind": "nightly", "environment": environment}
     record["tests"] = step(
         "GPU tests", out("tests"), "-m", "pytest", "-q", "-m", "gpu",

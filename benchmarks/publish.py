@@ -18,13 +18,18 @@ _PLACE = re.compile(r"(<!-- measured: (\w+) -->\n).*?(<!-- /measured -->)", re.D
 
 Records = claims.Records
 
+CHARTS = ("backward", "small_jobs", "blocks")
+"""The kinds of records that there is a chart of."""
+
 
 def measured(kind: str, found: Records) -> str:
-    """The tables of one kind of record as Markdown, or how to make one."""
+    """The chart and the tables of one kind of record as Markdown, or how to make one."""
     if kind not in found:
         return f"Not measured yet. `python -m benchmarks {kind}` on a GPU makes the record.\n"
     made = report.tables_of(kind, found[kind])
     parts = [table.markdown() for table in made if table.rows]
+    if kind in CHARTS and tables.good(found[kind]["rows"]):
+        parts.insert(0, f"![{dict(report.SECTIONS)[kind]}](../benchmarks/results/{kind}.svg)")
     return "\n\n".join([*parts, f"_{tables.provenance(found[kind])}_"]) + "\n"
 
 
@@ -60,17 +65,12 @@ def draw(found: Records, folder: Path) -> list[Path]:
     """Writes the charts beside the records, and returns their paths. ImportError without matplotlib."""
     from . import charts
 
-    figures = {
-        kind: charts.sweep(found[kind]["rows"])
-        for kind in ("backward", "small_jobs")
-        if kind in found and tables.good(found[kind]["rows"])
-    }
-    if "blocks" in found and tables.good(found["blocks"]["rows"]):
-        figures["blocks"] = charts.blocks(found["blocks"]["rows"])
     paths = []
-    for name, figure in figures.items():
-        paths.append(folder / f"{name}.svg")
-        paths[-1].write_bytes(charts.svg(figure))
+    for kind in CHARTS:
+        if kind in found and tables.good(found[kind]["rows"]):
+            figure = (charts.blocks if kind == "blocks" else charts.sweep)(found[kind]["rows"])
+            paths.append(folder / f"{kind}.svg")
+            paths[-1].write_bytes(charts.svg(figure))
     return paths
 
 

@@ -17,10 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from benchmarks import (  # noqa: E402
+from benchmarks import (
     accept,
     accuracy,
     backward,
@@ -40,10 +37,11 @@ from benchmarks import (  # noqa: E402
     systems,
     tables,
 )
-from benchmarks.__main__ import COMMANDS  # noqa: E402
-from benchmarks.shapes import PAPER_SHAPES, Shape, cell_name, flop  # noqa: E402
-from dash_flash_attn import demo, ops, reference  # noqa: E402
+from benchmarks.__main__ import COMMANDS
+from benchmarks.shapes import PAPER_SHAPES, Shape, cell_name, flop
+from dash_flash_attn import demo, ops, reference
 
+ROOT = Path(__file__).resolve().parent.parent
 SMALL = Shape(64, True, 192, 1, 4, 2)
 
 
@@ -497,7 +495,6 @@ def test_differing_bits_are_named():
 
 def test_the_bits_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bits, "CASES", (bits.BitCase(64, 64, 1, 1, 64, "bf16", True),))
-    monkeypatch.setattr(bits.record, "__defaults__", (bits.CASES, "cuda"))
     path = tmp_path / "accepted.json"
     arguments = ["--device", "cpu", "--accepted", str(path)]
     assert bits.main([*arguments, "--out", str(path)]) == 0
@@ -721,7 +718,7 @@ def project(tmp_path, monkeypatch):
     monkeypatch.setattr(harness, "require_kernels", lambda: None)
     monkeypatch.setattr(harness, "environment", environment)
     monkeypatch.setattr(bits, "ACCEPTED", bits_path)
-    monkeypatch.setattr(compare.last_accepted, "__defaults__", (history,))
+    monkeypatch.setattr(compare, "HISTORY", history)
     steps = []
 
     def run(record, again=None):

@@ -2,13 +2,11 @@
 
 import collections
 import os
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 _started = time.monotonic()
 
 
@@ -17,7 +15,6 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     path = os.environ.get("DASH_GPU_RECORD")
     if not path:
         return
-    sys.path.insert(0, str(ROOT))
     from benchmarks.harness import environment, write_json
 
     stats = session.config.pluginmanager.get_plugin("terminalreporter").stats
