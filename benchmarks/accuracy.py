@@ -14,10 +14,8 @@ import torch
 
 from . import harness, tables
 from .harness import Row
-from .shapes import Shape, cell_name
-from .systems import AUTO, OURS, UNORDERED, System, add_arguments, behind_auto, chosen
-
-GRADIENTS = ("dq", "dk", "dv")
+from .shapes import Shape, cell_name, describe, inputs
+from .systems import AUTO, GRADIENTS, OURS, UNORDERED, System, add_arguments, behind_auto, chosen
 
 FULL = tuple(
     Shape(head_dim, causal, seqlen, 1, 8, 4)
@@ -39,14 +37,7 @@ def oracle() -> ModuleType:
 
 def measure_cell(shape: Shape, systems: Sequence[System], device: str = "cuda") -> list[Row]:
     """A row for each system at one shape, the errors of the three gradients in it."""
-    generator = torch.Generator(device).manual_seed(0)
-    q, k, v, dout = (
-        torch.randn(
-            shape.batch, shape.seqlen, h, shape.head_dim, generator=generator, device=device,
-            dtype=torch.bfloat16,
-        )
-        for h in (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
-    )  # fmt: skip
+    q, k, v, dout = inputs(shape, device)
     _, *exact = oracle().gradients(dout, q, k, v, shape.head_dim**-0.5, shape.causal)
     rows: dict[str, Row] = {}
     alias = behind_auto([s.name for s in systems], shape.seqlen, shape.head_dim, shape.causal)
@@ -66,11 +57,6 @@ def measure_cell(shape: Shape, systems: Sequence[System], device: str = "cuda") 
     if alias:
         rows[AUTO] = {**rows[alias], "system": AUTO, "measured_as": alias}
     return list(rows.values())
-
-
-def describe(shape: Shape) -> Row:
-    """The columns that say which shape a row is of."""
-    return {"cell": cell_name(shape), **shape._asdict()}
 
 
 def show(row: Row) -> str:

@@ -12,11 +12,9 @@ import statistics
 from collections.abc import Sequence
 from functools import partial
 
-import torch
-
 from . import harness, tables
 from .harness import MATMUL, Clock, Row, Run
-from .shapes import PAPER_SHAPES, Shape, cell_name, flop, fp32_dq_bytes
+from .shapes import PAPER_SHAPES, Shape, cell_name, describe, flop, fp32_dq_bytes, inputs
 from .systems import AUTO, OURS, System, add_arguments, behind_auto, chosen
 
 QUICK = tuple(shape for shape in PAPER_SHAPES if shape.seqlen in (1024, 16384))
@@ -34,18 +32,14 @@ def measure_cell(
     """A row for each system at one shape.
 
     Args:
-        shape: the problem; inputs are standard normal.
+        shape: the problem; see `shapes.inputs`.
         systems: what to time.
         rounds: how often each is timed.
         clock: times one call.
         matmul: what all is compared with (`harness.matmul`).
         device: where.
     """
-    heads = (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
-    tensors = [
-        torch.randn(shape.batch, shape.seqlen, h, shape.head_dim, device=device, dtype=torch.bfloat16)
-        for h in heads
-    ]
+    tensors = inputs(shape, device)
     alias = behind_auto([s.name for s in systems], shape.seqlen, shape.head_dim, shape.causal)
     runs: dict[str, Run] = {}
     rows = {system.name: {**describe(shape), "system": system.name} for system in systems}
@@ -88,11 +82,6 @@ def timing(shape: Shape, ms: Sequence[float], matmul_ms: Sequence[float]) -> Row
 def memory(shape: Shape, extra: int) -> Row:
     """The columns of a row about a backward's extra bytes."""
     return {"extra_bytes": extra, "extra_in_fp32_dq": extra / fp32_dq_bytes(shape)}
-
-
-def describe(shape: Shape) -> Row:
-    """The columns that say which shape a row is of."""
-    return {"cell": cell_name(shape), **shape._asdict()}
 
 
 def show(row: Row) -> str:

@@ -22,9 +22,9 @@ from dash_flash_attn.ops import auto_schedule
 from dash_flash_attn.schedule import SCHEDULES
 
 from . import harness
+from .systems import GRADIENTS
 
 ACCEPTED = harness.RESULTS / "bits.json"
-GRADIENTS = ("dq", "dk", "dv")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -104,9 +104,7 @@ def hashes(case: BitCase, device: str = "cuda") -> dict[str, Any]:
     }
     for schedule in SCHEDULES:
         gradients = torch.ops.dash_flash_attn.backward(*tensors, scale, case.causal, schedule, True, 0)
-        found[schedule] = {
-            name: digest([x]) for name, x in zip(GRADIENTS, gradients, strict=True)
-        }  # fmt: skip
+        found[schedule] = {name: digest([x]) for name, x in zip(GRADIENTS, gradients, strict=True)}
     return found
 
 
@@ -129,9 +127,10 @@ def compare(accepted: dict[str, Any], found: dict[str, Any]) -> list[str]:
                 differences.append(f"{name}: auto is {new['auto']}, was {old['auto']}")
             for schedule in (key for key, value in old.items() if isinstance(value, dict)):
                 changed = [
-                    gradient for gradient, bits in old[schedule].items()
+                    gradient
+                    for gradient, bits in old[schedule].items()
                     if new.get(schedule, {}).get(gradient) != bits
-                ]  # fmt: skip
+                ]
                 if changed:
                     differences.append(f"{name}, {schedule}: {', '.join(changed)}")
     added = found["cases"].keys() - accepted["cases"].keys()

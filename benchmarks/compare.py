@@ -76,9 +76,10 @@ def slower(accepted: Rows, rows: Rows, limit: float = LIMIT) -> list[Slower]:
         Slower(cell_words(cell), name, row["ratio_to_matmul"], now[cell][name]["ratio_to_matmul"])
         for cell, systems in by_cell(accepted).items()
         for name, row in systems.items()
-        if name in OURS and name in now.get(cell, {})
+        if name in OURS
+        and name in now.get(cell, {})
         and now[cell][name]["ratio_to_matmul"] < (1 - limit) * row["ratio_to_matmul"]
-    ]  # fmt: skip
+    ]
 
 
 def missing(accepted: Rows, rows: Rows) -> list[str]:
@@ -89,9 +90,8 @@ def missing(accepted: Rows, rows: Rows) -> list[str]:
         f"{cell_words(cell)}, {name}: not measured"
         for cell, systems in by_cell(accepted).items()
         for name in systems
-        if name in OURS and name not in measured.get(cell, {})
-        and not {(cell, name), (cell, None)} & there
-    ]  # fmt: skip
+        if name in OURS and name not in measured.get(cell, {}) and not {(cell, name), (cell, None)} & there
+    ]
 
 
 def slower_cells(accepted: Rows, rows: Rows, limit: float = LIMIT) -> list[str]:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-import torch
-
 from . import harness, tables
-from .backward import describe, memory
+from .backward import memory
 from .harness import Row
-from .shapes import LLAMA3_8B, PAPER_SHAPES, SINGLE, Shape, cell_name
+from .shapes import LLAMA3_8B, PAPER_SHAPES, SINGLE, Shape, cell_name, describe, inputs
 from .systems import AUTO, UNORDERED, System, add_arguments, chosen
 
 FULL = (*(shape for shape in PAPER_SHAPES if shape.seqlen in (1024, 16384)), *SINGLE, LLAMA3_8B[-1])
@@ -19,11 +17,7 @@ QUICK = (*(shape for shape in PAPER_SHAPES if shape.seqlen == 1024), *SINGLE)
 
 def measure_cell(shape: Shape, systems: Sequence[System]) -> list[Row]:
     """A row for each system at one shape: bytes, and how many float32 dQ these are."""
-    heads = (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
-    tensors = [
-        torch.randn(shape.batch, shape.seqlen, h, shape.head_dim, device="cuda", dtype=torch.bfloat16)
-        for h in heads
-    ]
+    tensors = inputs(shape)
     rows = []
     for system in systems:
         row = {**describe(shape), "system": system.name}

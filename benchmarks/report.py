@@ -86,7 +86,9 @@ def build(night: dict[str, Any] | None = None, folder: Path = harness.RESULTS) -
         parts.append(_verdict(night))
         if night.get("backward"):
             section("night", "This night's sweep", *_content("backward", night["backward"]))
-        section("checks", "This night's checks", _checks(night))
+    checks = night or {"tests": found.get("gpu_tests"), "bits": found.get("bits")}
+    if lines := _checks(checks):
+        section("checks", "Checks", "<ul>" + "".join(f"<li>{_text(line)}</li>" for line in lines) + "</ul>")
     points = records.history(folder)
     if night and night.get("backward"):
         points.append(records.point(night["backward"]))
@@ -124,7 +126,7 @@ def _verdict(night: dict[str, Any]) -> str:
     )
 
 
-def _checks(night: dict[str, Any]) -> str:
+def _checks(night: dict[str, Any]) -> list[str]:
     lines = []
     if tests := night.get("tests"):
         lines.append(
@@ -136,7 +138,7 @@ def _checks(night: dict[str, Any]) -> str:
         )
     if found := night.get("bits"):
         lines.append(f"Bits: hashes of {len(found['cases'])} cases")
-    return "<ul>" + "".join(f"<li>{_text(line)}</li>" for line in lines) + "</ul>"
+    return lines
 
 
 def _content(kind: str, record: dict[str, Any]) -> list[str]:

@@ -14,10 +14,10 @@ import torch
 from dash_flash_attn import demo
 
 from . import harness, tables
-from .accuracy import GRADIENTS, describe, oracle
+from .accuracy import oracle
 from .harness import Row
-from .shapes import LLAMA3_8B, PAPER_SHAPES, Shape, cell_name
-from .systems import AUTO, OURS, UNORDERED, System, add_arguments, behind_auto, chosen
+from .shapes import LLAMA3_8B, PAPER_SHAPES, Shape, cell_name, describe, inputs
+from .systems import AUTO, GRADIENTS, OURS, UNORDERED, System, add_arguments, behind_auto, chosen
 
 RUNS = 10
 
@@ -32,11 +32,7 @@ def measure_runs(
     shape: Shape, systems: Sequence[System], runs: int = RUNS, device: str = "cuda"
 ) -> list[Row]:
     """A row for each system: how far each gradient is from that of the first run, at most."""
-    heads = (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
-    tensors = [
-        torch.randn(shape.batch, shape.seqlen, h, shape.head_dim, device=device, dtype=torch.bfloat16)
-        for h in heads
-    ]
+    tensors = inputs(shape, device)
     alias = behind_auto([s.name for s in systems], shape.seqlen, shape.head_dim, shape.causal)
     rows: dict[str, Row] = {}
     for system in systems:
@@ -139,9 +135,11 @@ def main(argv: Sequence[str]) -> int:
     broken = [
         row
         for row in record["rows"]
-        if by_name.get(row["system"]) and by_name[row["system"]].ours
-        and by_name[row["system"]].deterministic and not row.get("bitwise_equal")
-    ]  # fmt: skip
+        if by_name.get(row["system"])
+        and by_name[row["system"]].ours
+        and by_name[row["system"]].deterministic
+        and not row.get("bitwise_equal")
+    ]
     for row in broken:
         print(f"NOT REPRODUCIBLE: {harness.row_name(row)}")
     return bool(broken or harness.failures(record["rows"]))

@@ -27,9 +27,10 @@ from dash_flash_attn.schedule import SCHEDULES, waits_in_line
 from . import harness
 from .accuracy import oracle
 from .bits import DTYPES
+from .systems import GRADIENTS
 
 REPEATS = 3
-RESULTS = ("out", "dq", "dk", "dv")
+CHECKED = ("out", *GRADIENTS)
 
 LARGEST_CYCLE = 64
 """SMs that a cyclic schedule may need (docs/architecture.md)."""
@@ -151,12 +152,12 @@ def check(case: SoakCase, device: str = "cuda") -> list[str]:
     alone = compute(0)
     problems = []
     for number, run in enumerate(runs):
-        for name, x, y in zip(RESULTS, run, alone, strict=True):
+        for name, x, y in zip(CHECKED, run, alone, strict=True):
             if not oracle().same_bits(x, y):
                 problems.append(f"{name} of run {number} differs in {int((x != y).sum())} numbers")
     exact = oracle().gradients(dout, q, k, v, scale, case.causal)
     peer = yardstick(case, q, k, v, dout)
-    for name, x, y, z in zip(RESULTS, alone, peer, exact, strict=True):
+    for name, x, y, z in zip(CHECKED, alone, peer, exact, strict=True):
         error, allowed = _distance(x, z), tolerance(_distance(y, z), z, case.dtype)
         if not error <= allowed:  # a NaN is not
             problems.append(f"{name} has an error of {error:.3e}, {allowed:.3e} is allowed")

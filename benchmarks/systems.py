@@ -25,6 +25,9 @@ AUTO = "auto"
 UNORDERED = "unordered"
 OURS = (*SCHEDULES, AUTO, UNORDERED)
 
+GRADIENTS = ("dq", "dk", "dv")
+"""What a backward returns."""
+
 IN_TORCH = ("cudnn", "fa2")
 FROM_MODULE = ("fa3", "fa4")
 
@@ -80,9 +83,8 @@ class CuDnn:
         if deterministic:
             raise NotImplementedError("torch's cuDNN attention has no deterministic backward")
         log_sum_exp, starts_q, starts_k, max_q, max_k, seed, offset, _ = lse
-        no_bias = torch.empty(0, device=q.device)  # the operator wants a tensor; an empty one is no bias
         gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            *_heads_first(dout, q, k, v, out), log_sum_exp, seed, offset, no_bias, starts_q, starts_k,
+            *_heads_first(dout, q, k, v, out), log_sum_exp, seed, offset, None, starts_q, starts_k,
             max_q, max_k, 0.0, causal,
         )  # fmt: skip
         return tuple(x.transpose(1, 2) for x in gradients)

@@ -12,12 +12,12 @@ from typing import Any
 from dash_flash_attn.ops import auto_schedule
 from dash_flash_attn.schedule import SCHEDULES
 
+from .systems import GRADIENTS, OURS
+
 Row = dict[str, Any]
 Rows = Sequence[Row]
 
 NONE = "–"
-OURS = (*SCHEDULES, "auto", "unordered")
-"""Our systems' names, as `systems.OURS`."""
 
 
 @dataclass(frozen=True)
@@ -286,12 +286,12 @@ def accuracy(rows: Rows) -> Table:
     """Relative errors against float64."""
     body = [
         [row["cell"], row.get("system", NONE)]
-        + (["failed"] * 3 if "error" in row else [f"{row[name]:.2e}" for name in ("dq", "dk", "dv")])
+        + (["failed"] * 3 if "error" in row else [f"{row[name]:.2e}" for name in GRADIENTS])
         for row in rows
     ]
     return Table(
         "Error against float64, |x - exact| / |exact|",
-        ["shape", "system", "dq", "dk", "dv"],
+        ["shape", "system", *GRADIENTS],
         body,
         words=(0, 1),
     )
@@ -310,11 +310,11 @@ def reproducibility(rows: Rows) -> list[Table]:
                 ["failed"] * 4
                 if "error" in row
                 else ["yes" if row["bitwise_equal"] else "**no**"]
-                + [f"{row[name]:.2e}" if row[name] else "0" for name in ("dq", "dk", "dv")]
+                + [f"{row[name]:.2e}" if row[name] else "0" for name in GRADIENTS]
             )
             for row in runs
         ]
-        header = ["shape", "system", "same bits", "dq", "dk", "dv"]
+        header = ["shape", "system", "same bits", *GRADIENTS]
         tables.append(Table(f"Greatest deviation between {count} runs", header, body, words=(0, 1, 2)))
     if training:
         body = [

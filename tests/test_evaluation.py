@@ -38,7 +38,7 @@ from benchmarks import (
     tables,
 )
 from benchmarks.__main__ import COMMANDS
-from benchmarks.shapes import PAPER_SHAPES, Shape, cell_name, flop
+from benchmarks.shapes import PAPER_SHAPES, Shape, cell_name, describe, flop
 from dash_flash_attn import demo, ops, reference
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,7 +47,7 @@ SMALL = Shape(64, True, 192, 1, 4, 2)
 
 def row(system, tflops, shape=PAPER_SHAPES[0], matmul=700.0, **more):
     return {
-        **backward.describe(shape), "system": system, "tflops": tflops, "ms": flop(shape) / tflops / 1e9,
+        **describe(shape), "system": system, "tflops": tflops, "ms": flop(shape) / tflops / 1e9,
         "ratio_to_matmul": tflops / matmul, "matmul_tflops": matmul, **more,
     }  # fmt: skip
 
@@ -321,7 +321,7 @@ def test_cells_can_be_chosen_by_name(monkeypatch):
 def test_errors_are_measured_against_float64(tmp_path):
     chosen = [systems.our_system("auto"), *systems.peer_systems(["math"], peer_module(tmp_path))]
     ours, right, wrong = accuracy.measure_cell(SMALL, chosen, "cpu")
-    assert all(0 < r[name] < 0.01 for r in (ours, right) for name in accuracy.GRADIENTS)
+    assert all(0 < r[name] < 0.01 for r in (ours, right) for name in systems.GRADIENTS)
     assert wrong["dq"] == pytest.approx(1.0) and wrong["dk"] < 0.01
 
 
@@ -336,7 +336,7 @@ def test_deviations_between_runs_are_found():
 
     steady, wavering = systems.our_system("auto"), systems.System("unordered", Wavering("auto"), False)
     first, second = reproducibility.measure_runs(SMALL, [steady, wavering], 4, "cpu")
-    assert first["bitwise_equal"] and [first[n] for n in accuracy.GRADIENTS] == [0, 0, 0]
+    assert first["bitwise_equal"] and [first[n] for n in systems.GRADIENTS] == [0, 0, 0]
     assert not second["bitwise_equal"] and second["dk"] == pytest.approx(0.5, rel=0.05) and second["dq"] == 0
 
 
@@ -643,13 +643,13 @@ def test_peers_and_new_cells_are_not_judged():
 
 
 def test_a_cell_that_is_gone_is_a_problem_and_a_failed_one_is_told_once():
-    failed = {**backward.describe(PAPER_SHAPES[0]), "system": "shift", "error": "RuntimeError: x"}
+    failed = {**describe(PAPER_SHAPES[0]), "system": "shift", "error": "RuntimeError: x"}
     verdict = compare.judge(night([failed]), ACCEPTED, ACCEPTED_BITS)
     assert not verdict.passed
     assert verdict.problems == {
         "cells": ["d128-full-n512-b32-h16-kv16 shift: RuntimeError: x", "d 128 full 512, auto: not measured"]
     }
-    whole = {**backward.describe(PAPER_SHAPES[0]), "error": "GpuLost: x"}
+    whole = {**describe(PAPER_SHAPES[0]), "error": "GpuLost: x"}
     verdict = compare.judge(night([whole]), ACCEPTED, ACCEPTED_BITS)
     assert verdict.problems == {"cells": ["d128-full-n512-b32-h16-kv16: GpuLost: x"]}
 
@@ -841,7 +841,7 @@ CAUSAL = next(s for s in PAPER_SHAPES if s.head_dim == 64 and s.causal and s.seq
 SWEEP = [
     *(row(n, x) for n, x in (("naive", 300), ("descending", 310), ("shift", 360), ("symmetric_shift", 350))),
     row("auto", 360), row("unordered", 400), row("fa3+", 250), row("fa3-", 400), row("fa4+", 370),
-    {**backward.describe(PAPER_SHAPES[0]), "system": "fa4-", "error": "RuntimeError: out of memory"},
+    {**describe(PAPER_SHAPES[0]), "system": "fa4-", "error": "RuntimeError: out of memory"},
     *(row(n, x, CAUSAL) for n, x in (("naive", 100), ("descending", 150), ("symmetric_shift", 180))),
     row("unordered", 150, CAUSAL), row("fa3+", 200, CAUSAL), row("fa3-", 210, CAUSAL),
 ]  # fmt: skip
@@ -873,7 +873,7 @@ def test_backward_tables_mark_the_best_and_the_failed():
     assert lines["unordered"] == lines["fa3-"] == "**400** (0.57)" and lines["fa4-"] == "failed"
     assert "d 64, causal mask, 32 heads" in second.title and dict(second.rows)["fa3+"] == "200 (0.29)"
     whole = [
-        {**backward.describe(CAUSAL), "error": "x"},
+        {**describe(CAUSAL), "error": "x"},
         row("auto", 5, CAUSAL._replace(seqlen=2048, batch=8)),
     ]
     assert tables.backward(whole)[0].rows == [["auto", "failed", "**5** (0.01)"]]
