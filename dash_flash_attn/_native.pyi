@@ -63,6 +63,10 @@ class _Policy:
         """(KV tiles, query tiles): `rank` at [kv_tile, q_tile], and -1 where the two do not meet."""
     def chain_table(self, heads: int) -> NDArray[np.int32]:
         """(heads * KV tiles, 2): `chain` at [claim]."""
+    def split_table(self) -> NDArray[np.int32]:
+        """(KV tiles): the visits before it are walked in all query heads of a group, and then the others."""
+    def heads_together(self, group: int) -> int:
+        """In how many of the `group` heads a query tile is visited before the next tile."""
     def completes(self, heads: int, ctas: int, claim_ahead: bool = True) -> bool:
         """Whether `ctas` CTAs run all chains to the end, claiming as the kernel does. False: a deadlock.
 
@@ -100,7 +104,8 @@ def simulate(
     visit_table: NDArray[np.int32],
     rank_table: NDArray[np.int32],
     group: int,
-    interleaved: bool,
+    together: int,
+    split: NDArray[np.int32],
     sms: int,
     compute: float,
     reduce: float,

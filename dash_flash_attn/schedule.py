@@ -108,7 +108,7 @@ class Chain(NamedTuple):
     """One claim of work: a KV tile of a head, and the query tiles that it visits, in that sequence.
 
     `head` counts chain heads: with Plan.group > 1 the sequence is walked once for each of the query heads
-    head * group ... head * group + group - 1.
+    head * group ... head * group + group - 1, in the sequence that Plan.together and Plan.split say.
     """
 
     head: int
@@ -135,8 +135,9 @@ class Plan:
         visit_table: int (KV tiles, query tiles), the query tile at each step, and -1 after a chain's end.
         rank_table: int (KV tiles, query tiles), the rank, and -1 where the two do not meet.
         cycle: int (KV tiles), equal for KV tiles of one head that may wait for each other both ways.
-        interleaved: a chain visits a query tile in each head of its group, and then the next tile, as the
-            kernel does; if not, it walks one query head after the other.
+        together: a chain visits a query tile in so many heads of its group, and then the next tile; and
+            when all tiles are done, in the next heads (csrc/schedule/head_order.h).
+        split: int (KV tiles): a chain does so with its visits before this one, and then with the others.
     """
 
     name: str
@@ -146,7 +147,8 @@ class Plan:
     visit_table: NDArray[np.int32]
     rank_table: NDArray[np.int32]
     cycle: NDArray[np.int32]
-    interleaved: bool = True
+    together: int
+    split: NDArray[np.int32]
 
     @property
     def num_heads(self) -> int:
@@ -229,7 +231,8 @@ class Plan:
             "visit_table": self.visit_table,
             "rank_table": self.rank_table,
             "group": self.group,
-            "interleaved": self.interleaved,
+            "together": self.together,
+            "split": self.split,
         }
 
     def blame(self, line: dict[str, Any]) -> str:
@@ -347,7 +350,8 @@ def _write_out(policy: _native.Policy, num_heads: int, group: int, heads_per_blo
     cycle[policy.chain_table(1)[:, 1]] = [policy.cycle_end(claim, 1) for claim in range(kv_tiles)]
     return Plan(
         policy.name, policy.grid, group, chain_table, policy.visit_table(), policy.rank_table(),
-        np.unique(cycle, return_inverse=True)[1].astype(np.int32),
+        np.unique(cycle, return_inverse=True)[1].astype(np.int32), policy.heads_together(group),
+        policy.split_table(),
     )  # fmt: skip
 
 

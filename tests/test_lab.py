@@ -111,7 +111,30 @@ def random_plans(draw):
 def test_plans_are_sound_on_as_many_ctas_as_they_need(p, more):
     p.validate()
     p.validate(p.num_ctas_needed + more)
-    replace(p, interleaved=False).validate()
+    for together in range(1, p.group + 1):
+        replace(p, together=together).validate()
+
+
+@given(random_plans(), st.integers(1, 3), st.data())
+def test_a_chain_walks_each_head_of_its_group_in_the_order_of_its_stretches(p, together, data):
+    visits = (p.visit_table >= 0).sum(1)
+    split = np.array([data.draw(st.integers(0, int(n))) for n in visits], np.int32)
+    p = replace(p, together=together, split=split)
+    line = _native.simulate(
+        **p.tables(), sms=1, compute=1.0, reduce=0.0, signal=0.0, chain=0.0, staging=0, jitter=0.0, seed=0,
+        ordered=False,
+    )  # fmt: skip
+    for claim, chain in enumerate(p.chains):
+        mine = line["claim"] == claim
+        walked = list(zip(line["q_head"][mine].tolist(), line["q_tile"][mine].tolist(), strict=True))
+        cut = split[chain.kv_tile]
+        assert walked == [
+            (chain.head * p.group + head, q_tile)
+            for stretch in (chain.visits[:cut], chain.visits[cut:])
+            for first in range(0, p.group, together)
+            for q_tile in stretch
+            for head in range(first, min(first + together, p.group))
+        ]
 
 
 def test_unsound_plans_name_the_pair():
@@ -442,18 +465,22 @@ def test_strided_shift_gives_signals_time(kv_tiles, stride):
 
 @pytest.mark.parametrize("n", range(2, 34, 2))
 @pytest.mark.parametrize("group", [2, 4])
-def test_interleaved_heads_keep_grouped_chains_in_step(n, group):
+def test_heads_walked_by_stretches_keep_grouped_chains_in_step(n, group):
     """A chain of GQA that visits a query tile in all its heads before the next tile is the schedule of one
-    head, slower by the group's size: what never waits still does not. One head after the other is not so:
-    causal chains differ in length, and are out of step from the second head on.
+    head, slower by the group's size: what never waits still does not. Nor does it where the rectangle is
+    walked in all heads, and then the triangle. One head after the other, from end to end, is not so: causal
+    chains differ in length, and are out of step from the second head on.
     """
     one = simulate(plan("symmetric_shift", n, n, causal=True, num_heads=2, heads_per_block=2), n, C, R)
     p = plan("symmetric_shift", n, n, causal=True, num_heads=2, heads_per_block=2, group=group)
-    interleaved = simulate(p, n, C, R)
-    assert interleaved.makespan == group * one.makespan == interleaved.lower_bound
-    assert interleaved.stalled.sum() == 0
+    ends = (p.visit_table >= 0).sum(1).astype(np.int32)
+    in_step = [replace(p, together=together) for together in (1, 2, group)]
+    for q in (p, *in_step, replace(p, together=group, split=ends)):
+        run = simulate(q, n, C, R)
+        assert run.makespan == group * one.makespan == run.lower_bound
+        assert run.stalled.sum() == 0
     if n > 2:
-        assert simulate(replace(p, interleaved=False), n, C, R).makespan > interleaved.makespan
+        assert simulate(replace(p, together=1, split=ends), n, C, R).makespan > group * one.makespan
 
 
 def efficiency(p, sms=132):

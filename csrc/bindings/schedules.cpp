@@ -88,6 +88,14 @@ py::array_t<int> rank_table(Policy const& p) {
     return table;
 }
 
+// (KV tiles) of int32: where the chains' visits split, see schedule/head_order.h.
+template <typename Policy>
+py::array_t<int> split_table(Policy const& p) {
+    py::array_t<int> table(p.grid.kv_tiles());
+    for (int kv = 0; kv < p.grid.kv_tiles(); ++kv) table.mutable_at(kv) = p.heads(kv, 1).split;
+    return table;
+}
+
 template <typename Policy>
 py::array_t<int> chain_table(Policy const& p, int heads) {
     int const claims = checked_positive(heads, "heads") * p.grid.kv_tiles();
@@ -150,6 +158,10 @@ void bind_policy(py::module_& m, char const* class_name) {
         .def("visit_table", &visit_table<Policy>)
         .def("rank_table", &rank_table<Policy>)
         .def("chain_table", &chain_table<Policy>, "heads"_a)
+        .def("split_table", &split_table<Policy>)
+        .def(
+            "heads_together",
+            [](Policy const& p, int group) { return p.heads(0, checked_positive(group, "group")).together; }, "group"_a)
         .def(
             "completes",
             [](Policy const& p, int heads, int ctas, bool claim_ahead) {

@@ -26,19 +26,23 @@ py::array_t<T> array(std::vector<T> const& values) {
 
 // The simulator trusts its tables: whatever could lead it out of them is refused here.
 lab::Chains make_chains(Table const& chain_table, Table const& cycle_end, Table const& visit, Table const& rank,
-                        int group, bool interleaved) {
+                        int group, int together, Table const& split) {
     if (chain_table.ndim() != 2 || chain_table.shape(1) != 2) throw py::value_error("chain_table is not (claims, 2)");
     if (visit.ndim() != 2 || rank.ndim() != 2 || visit.shape(0) != rank.shape(0) || visit.shape(1) != rank.shape(1))
         throw py::value_error("visit_table and rank_table are not both (KV tiles, query tiles)");
     if (cycle_end.ndim() != 1 || cycle_end.shape(0) != chain_table.shape(0))
         throw py::value_error("cycle_end has not one entry a claim");
     if (group < 1) throw py::value_error("group is " + std::to_string(group) + ", not positive");
+    if (together < 1) throw py::value_error("together is " + std::to_string(together) + ", not positive");
+    if (split.ndim() != 1 || split.shape(0) != visit.shape(0))
+        throw py::value_error("split has not one entry a KV tile");
 
     lab::Chains chains;
     chains.kv_tiles = int(visit.shape(0));
     chains.q_tiles = int(visit.shape(1));
     chains.group = group;
-    chains.interleaved = interleaved;
+    chains.together = together;
+    chains.split = values(split);
     chains.cycle_end = values(cycle_end);
     chains.visit = values(visit);
     chains.rank = values(rank);
@@ -70,6 +74,9 @@ lab::Chains make_chains(Table const& chain_table, Table const& cycle_end, Table 
                                       ", which is not there, or a second time");
             ++contributors[q];
         }
+        if (chains.split[kv] < 0 || chains.split[kv] > chains.visits(kv))
+            throw py::value_error("KV tile " + std::to_string(kv) + ": split " + std::to_string(chains.split[kv]) +
+                                  " is not among its visits");
     }
     for (int q = 0; q < chains.q_tiles; ++q) {
         std::vector<char> taken(contributors[q], 0);
@@ -87,9 +94,9 @@ lab::Chains make_chains(Table const& chain_table, Table const& cycle_end, Table 
 }
 
 py::dict simulate(Table const& chain_table, Table const& cycle_end, Table const& visit_table, Table const& rank_table,
-                  int group, bool interleaved, int sms, double compute, double reduce, double signal, double chain,
-                  int staging, double jitter, uint64_t seed, bool ordered) {
-    lab::Chains const chains = make_chains(chain_table, cycle_end, visit_table, rank_table, group, interleaved);
+                  int group, int together, Table const& split, int sms, double compute, double reduce, double signal,
+                  double chain, int staging, double jitter, uint64_t seed, bool ordered) {
+    lab::Chains const chains = make_chains(chain_table, cycle_end, visit_table, rank_table, group, together, split);
     if (sms < 1) throw py::value_error("num_sms is " + std::to_string(sms) + ", not positive");
     if (staging < 0) throw py::value_error("staging is negative");
     if (!(compute >= 0 && reduce >= 0 && signal >= 0 && chain >= 0)) throw py::value_error("a time is negative");
@@ -110,8 +117,8 @@ py::dict simulate(Table const& chain_table, Table const& cycle_end, Table const&
 
 void bind_lab(py::module_& m) {
     m.def("simulate", &simulate, py::kw_only(), "chain_table"_a, "cycle_end"_a, "visit_table"_a, "rank_table"_a,
-          "group"_a, "interleaved"_a, "sms"_a, "compute"_a, "reduce"_a, "signal"_a, "chain"_a, "staging"_a, "jitter"_a,
-          "seed"_a, "ordered"_a);
+          "group"_a, "together"_a, "split"_a, "sms"_a, "compute"_a, "reduce"_a, "signal"_a, "chain"_a, "staging"_a,
+          "jitter"_a, "seed"_a, "ordered"_a);
 }
 
 }  // namespace dash::bindings

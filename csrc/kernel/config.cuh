@@ -6,6 +6,7 @@
 #include <cute/tensor.hpp>
 
 #include "../core/tile_shape.h"
+#include "../schedule/head_order.h"
 
 namespace dash {
 
@@ -140,6 +141,7 @@ struct Config {
         QueryTile q_tile[kQStages];
         StepSlot step[kStepSlots];
         Work work[kChainSlots];
+        schedule::HeadWalk walk;  // the loader's
 
         TransferBarrier k_full, v_full, q_full[kQStages], dout_full[kDoutStages], dq_total_full[kWriterWarps];
         Barrier kv_empty, q_empty[kQStages], dout_empty[kDoutStages];

@@ -37,8 +37,7 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&words)[4]) {
 template <class Element>
 __device__ __forceinline__ void store_blocks(uint32_t (&words)[4], Element* first, bool valid) {
     transpose_quad(words);
-    if (valid)
-        *reinterpret_cast<uint4*>(first + threadIdx.x % 4 * 8) = make_uint4(words[0], words[1], words[2], words[3]);
+    if (valid) ptx::store_global(first + threadIdx.x % 4 * 8, words[0], words[1], words[2], words[3]);
 }
 
 // A staged dQ tile: rows of fp32, of which the pieces of 16 bytes are permuted so that neither the stores

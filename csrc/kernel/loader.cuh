@@ -45,18 +45,17 @@ struct Loader {
                     claim};
             shared.chain_full[place.slot].arrive();
 
-            // A query tile in every head of the group, and then the next tile: chains of unlike length stay in step.
-            int head = 0, visit = 0;
+            schedule::HeadWalk& walk = shared.walk;  // in shared memory, since registers are few here
+            walk = {policy.heads(work.kv_tile, args.heads_per_part), args.heads_per_part, policy.visits(work.kv_tile)};
 #pragma unroll 1
-            for (int left = work.steps; left > 0; --left, ++step) {
-                int const q_tile = policy.visit(work.kv_tile, visit);
+            for (int left = work.steps; left > 0; --left, ++step, walk.next()) {
+                int const q_tile = policy.visit(work.kv_tile, walk.visit);
                 int const rank = args.ordered ? policy.rank(work.kv_tile, q_tile) : -1;
-                int const q_head = work.first_q_head + head;
+                int const q_head = work.first_q_head + walk.head;
                 load_query(work, {q_head, q_tile, rank, policy.grid.contributors(q_tile)}, step);
                 load_dout(work.batch, q_head, q_tile, step);
                 // After the first query tile, whose stages are free before the last chain is done with its K and V.
                 if (left == work.steps) load_key_value(work, chain_count);
-                if (++head == args.heads_per_part) head = 0, ++visit;
             }
         }
     }

@@ -7,6 +7,8 @@
 #include <tuple>
 #include <vector>
 
+#include "../schedule/head_order.h"
+
 // The machine on which a schedule is tried out: persistent CTAs, one an SM, that claim chains in the order
 // of issue and run a chain's tasks (one query tile each) back to back. Only the lab uses it; a schedule
 // comes as tables, so that schedules which are no policy yet can be tried as well.
@@ -15,7 +17,8 @@ namespace dash::lab {
 struct Chains {
     int kv_tiles, q_tiles;
     int group;                   // query heads that a chain walks
-    bool interleaved;            // a query tile in all of them, then the next; else one head, then the next
+    int together;                // in which sequence: see schedule/head_order.h
+    std::vector<int> split;      // by KV tile: the same
     std::vector<int> head;       // by claim: which head, counted in chains
     std::vector<int> kv_tile;    // by claim
     std::vector<int> cycle_end;  // by claim: the first claim after the chains that may wait for it
@@ -113,12 +116,11 @@ class Simulator {
             int const kv = chains.kv_tile[claim], visits = chains.visits(kv);
             first_task.push_back(tasks);
             open_tasks.push_back(visits * chains.group);
-            for (int i = 0; i < visits * chains.group; ++i, ++tasks) {
-                int const member = chains.interleaved ? i % chains.group : i / visits;
-                int const step = chains.interleaved ? i / chains.group : i % visits;
+            schedule::HeadWalk walk({chains.together, chains.split[kv]}, chains.group, visits);
+            for (int i = 0; i < visits * chains.group; ++i, ++tasks, walk.next()) {
                 line.claim.push_back(claim);
-                line.q_head.push_back(chains.head[claim] * chains.group + member);
-                line.q_tile.push_back(chains.visit[int64_t(kv) * chains.q_tiles + step]);
+                line.q_head.push_back(chains.head[claim] * chains.group + walk.head);
+                line.q_tile.push_back(chains.visit[int64_t(kv) * chains.q_tiles + walk.visit]);
             }
         }
         first_task.push_back(tasks);

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "tile_grid.h"
+#include "head_order.h"
 
 namespace dash::schedule {
 
@@ -21,6 +21,7 @@ struct Naive {
     DASH_HD int visits(int kv_tile) const { return grid.q_tiles() - grid.first_query(kv_tile); }
     DASH_HD int visit(int kv_tile, int step) const { return grid.first_query(kv_tile) + step; }
     DASH_HD int rank(int kv_tile, int /*q_tile*/) const { return kv_tile; }
+    DASH_HD HeadOrder heads(int kv_tile, int group) const { return {group, visits(kv_tile)}; }
 
     DASH_HD Chain chain(int claim, int /*heads*/) const { return {claim / grid.kv_tiles(), claim % grid.kv_tiles()}; }
     DASH_HD int cycle_end(int claim, int /*heads*/) const { return claim + 1; }

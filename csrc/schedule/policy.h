@@ -5,6 +5,7 @@
 //   visits(kv_tile)            how many query tiles the chain of a KV tile visits in one head
 //   visit(kv_tile, step)       which query tile it visits at a step
 //   rank(kv_tile, q_tile)      the place of its contribution in the query tile's sum
+//   heads(kv_tile, group)      the sequence in which the chain walks the query heads of a group (GQA)
 //   chain(claim, heads)        the order in which chains are issued
 //   cycle_end(claim, heads)    chains of one cycle wait for each other: the first claim after the cycle
 //   kWaitsInLine               whole chains wait in line for each other, so a CTA whose chain waits had

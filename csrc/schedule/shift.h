@@ -1,6 +1,7 @@
 #pragma once
 
 #include "cyclic_groups.h"
+#include "head_order.h"
 
 namespace dash::schedule {
 
@@ -30,6 +31,9 @@ struct Shift {
     }
 
     DASH_HD int rank(int kv_tile, int q_tile) const { return cycle.rank(kv_tile, q_tile, grid.contributors(q_tile)); }
+
+    // Without a mask all chains have equally many visits, and are in step whatever the order.
+    DASH_HD HeadOrder heads(int kv_tile, int group) const { return {grid.causal ? group : 1, visits(kv_tile)}; }
 
     DASH_HD Chain chain(int claim, int heads) const {
         HeadBlock const block(claim, heads, heads_per_block(heads, cycle.group_size), grid.kv_tiles());

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "cyclic_groups.h"
+#include "head_order.h"
 
 namespace dash::schedule {
 
@@ -54,8 +55,13 @@ struct SymmetricShift {
         return begin + visible_end - 1 - kv_tile;
     }
 
+    // The rectangle, in which all are in step, head by head; then the rest of the chain in the same way.
+    DASH_HD HeadOrder heads(int kv_tile, int /*group*/) const {
+        return {1, kv_tile < lower ? cycle.span : visits(kv_tile)};
+    }
+
     DASH_HD Chain chain(int claim, int heads) const {
-        HeadBlock const block(claim, heads, heads_per_block(heads, cycle.group_size), grid.kv_tiles());
+        HeadBlock const block(claim, heads, block_size(heads), grid.kv_tiles());
         int const upper_claim = block.claim - lower * block.heads;
         if (upper_claim < 0) {
             Chain const c = cycle.chain(block.claim, block.heads);
@@ -64,9 +70,15 @@ struct SymmetricShift {
         return {block.first_head + upper_claim % block.heads, lower + upper_claim / block.heads};
     }
     DASH_HD int cycle_end(int claim, int heads) const {
-        HeadBlock const block(claim, heads, heads_per_block(heads, cycle.group_size), grid.kv_tiles());
+        HeadBlock const block(claim, heads, block_size(heads), grid.kv_tiles());
         return block.claim < lower * block.heads ? block.first_claim + cycle.cycle_end(block.claim, block.heads)
                                                  : claim + 1;
+    }
+    // Where two heads' first chains fill a chip, the two are a block: each CTA takes one chain of either kind, and they
+    // end together. Shorter chains are so many that larger blocks cost nothing, and meet at fewer borders.
+    DASH_HD int block_size(int heads) const {
+        bool const two_fill = grid.causal && lower == cycle.group_size && 2 * lower == kChainsThatFillAChip;
+        return two_fill && heads % 2 == 0 ? 2 : heads_per_block(heads, cycle.group_size);
     }
     DASH_HD int slot(int kv_tile) const {
         return kv_tile < lower ? kv_tile - cycle.group_begin(kv_tile) : grid.kv_tiles() - 1 - kv_tile;
