@@ -12,8 +12,10 @@ import statistics
 from collections.abc import Sequence
 from functools import partial
 
+from dash_flash_attn.lab import clocks
+
 from . import harness, tables
-from .harness import MATMUL, Clock, Row, Run
+from .harness import MATMUL, Row
 from .shapes import PAPER_SHAPES, Shape, cell_name, describe, flop, fp32_dq_bytes, inputs
 from .systems import AUTO, OURS, System, add_arguments, behind_auto, chosen
 
@@ -25,8 +27,8 @@ def measure_cell(
     systems: Sequence[System],
     rounds: int,
     *,
-    clock: Clock = harness.short_median,
-    matmul: Run | None = None,
+    clock: clocks.Clock = clocks.short_median,
+    matmul: clocks.Run | None = None,
     device: str = "cuda",
 ) -> list[Row]:
     """A row for each system at one shape.
@@ -41,7 +43,7 @@ def measure_cell(
     """
     tensors = inputs(shape, device)
     alias = behind_auto([s.name for s in systems], shape.seqlen, shape.head_dim, shape.causal)
-    runs: dict[str, Run] = {}
+    runs: dict[str, clocks.Run] = {}
     rows = {system.name: {**describe(shape), "system": system.name} for system in systems}
     for system in systems:
         if system.name == AUTO and alias:
@@ -122,7 +124,7 @@ def sweep_parser(command: str, description: str | None, schedules: Sequence[str]
     parser = harness.parser(command, description)
     add_arguments(parser, schedules)
     parser.add_argument(
-        "--rounds", type=int, default=harness.ROUNDS, help=f"times each is timed ({harness.ROUNDS})"
+        "--rounds", type=int, default=clocks.ROUNDS, help=f"times each is timed ({clocks.ROUNDS})"
     )
     parser.add_argument("--cells", type=lambda text: text.split(","), help="only these, by name")
     return parser

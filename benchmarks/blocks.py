@@ -16,9 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dash_flash_attn.lab import clocks
+
 from . import harness, tables
 from .accuracy import oracle
-from .harness import Clock, Row
+from .harness import Row
 from .systems import AUTO, OURS, UNORDERED, System, add_arguments, behind_auto, chosen
 
 TOKENS = 16384
@@ -275,7 +277,7 @@ def measure_cell(
     systems: Sequence[System],
     rounds: int,
     *,
-    clock: Clock = harness.few_calls,
+    clock: clocks.Clock = clocks.few_calls,
     device: str = "cuda",
     dtype: torch.dtype = torch.bfloat16,
     tokens: int = TOKENS,
@@ -346,7 +348,7 @@ def main(argv: Sequence[str]) -> int:
     """Measures everything asked for, prints it, and writes it."""
     parser = harness.parser("blocks", __doc__)
     add_arguments(parser, OURS)
-    parser.add_argument("--rounds", type=int, default=harness.ROUNDS)
+    parser.add_argument("--rounds", type=int, default=clocks.ROUNDS)
     options = parser.parse_args(argv)
     if options.quick and options.schedules == list(OURS):
         options.schedules = ["naive", AUTO, UNORDERED]

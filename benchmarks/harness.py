@@ -7,7 +7,6 @@ import functools
 import importlib.util
 import json
 import platform
-import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ import torch
 
 import dash_flash_attn
 from dash_flash_attn import info, kernels
+from dash_flash_attn.lab.clocks import ROUNDS, Clock, Run, turns
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -29,57 +29,17 @@ MATMUL = "matmul"
 """What all times are compared with: an 8192 x 8192 x 8192 product, timed in the same rounds."""
 MATMUL_SIZE = 8192
 
-ROUNDS = 5
-
-Run = Callable[[], Any]
-Clock = Callable[[Run], float]
-"""Takes a call, and returns what it lasts on the GPU, in milliseconds."""
 Row = dict[str, Any]
 Cell = TypeVar("Cell")
 
 
-# Clocks.
-
-
-def short_median(run: Run) -> float:
-    """The median time of some 25 ms of calls, each with a cold L2 cache. Milliseconds.
-
-    triton's do_bench where there is triton, else `few_calls`.
-    """
-    try:
-        from triton.testing import do_bench
-    except ImportError:
-        return few_calls(run, calls=9)
-    return do_bench(run, warmup=5, rep=25, return_mode="median")
-
-
-def few_calls(run: Run, calls: int = 2) -> float:
-    """The median time of a few calls, each with a cold L2 cache, after one that is not timed. Milliseconds.
-
-    For calls of tens of milliseconds, of which do_bench would make six before the first that counts.
-    """
-    l2_cache = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")  # several times an L2 cache
-    run()
-    pairs = []
-    for _ in range(calls):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        l2_cache.zero_()
-        start.record()
-        run()
-        end.record()
-        pairs.append((start, end))
-    torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in pairs)
+# Times.
 
 
 def interleaved(
     runs: Mapping[str, Run], clock: Clock, rounds: int = ROUNDS
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Times calls in turn, round after round.
-
-    The chip's clock falls while it works, so that times of different minutes, or of different places in a
-    row, say nothing about each other. Here every call is timed in every round, and each round starts with
-    the next one of them, so that all have every place.
+    """Times calls in `turns`.
 
     Returns:
         The milliseconds of each call in each round, and the errors of those that failed, which leave the
@@ -87,18 +47,15 @@ def interleaved(
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
     errors: dict[str, str] = {}
-    names = list(runs)
-    for number in range(rounds):
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
-            if name in errors:
-                continue
-            try:
-                times[name].append(clock(runs[name]))
-            except Exception as error:
-                errors[name] = one_line(error)
-                del times[name]
-                check_gpu()
+    for name in turns(list(runs), rounds):
+        if name in errors:
+            continue
+        try:
+            times[name].append(clock(runs[name]))
+        except Exception as error:
+            errors[name] = one_line(error)
+            del times[name]
+            check_gpu()
     return times, errors
 
 

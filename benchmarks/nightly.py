@@ -16,10 +16,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dash_flash_attn.lab import clocks
+
 from . import bits, compare, harness, report
 
 FOLDER = harness.ROOT / "nightly"
-ROUNDS_AGAIN = 3 * harness.ROUNDS
+ROUNDS_AGAIN = 3 * clocks.ROUNDS
 
 
 def step(

@@ -730,11 +730,13 @@ def test_measure_times_each_schedule_of_each_shape():
         return float(len(calls))
 
     seen = []
-    timings = calibrate.measure(shapes, device="cpu", clock=clock, report=seen.append)
+    timings = calibrate.measure(shapes, device="cpu", clock=clock, rounds=3, report=seen.append)
     assert timings == seen
     assert [(t.shape, t.schedule) for t in timings] == [(s, n) for s in shapes for n in SCHEDULES]
-    assert [t.us for t in timings] == [1000.0 * n for n in range(1, 9)]
-    assert calls == [[(2, 192, 4, 64), (2, 192, 2, 64), (2, 192, 2, 64)]] * 8
+    # Of schedule i the clock says i + 1, 5 + (i + 3) % 4, 9 + (i + 2) % 4: a round begins with the next one.
+    medians = [1000.0 * (5 + (i + 3) % 4) for i in range(4)]
+    assert [t.us for t in timings] == medians + [us + 12000.0 for us in medians]
+    assert calls == [[(2, 192, 4, 64), (2, 192, 2, 64), (2, 192, 2, 64)]] * 24
 
 
 def record_of(timings, sms=132):

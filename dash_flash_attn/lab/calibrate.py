@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ..ops import auto_schedule
 from ..schedule import SCHEDULES, Plan, plan_call, waits_in_line
+from .clocks import ROUNDS, Clock, short_median, turns
 from .simulate import Costs, simulate
 
 TOKENS = 16384
@@ -355,7 +356,8 @@ def measure(
     shapes: Iterable[Shape] = PAPER_SHAPES,
     *,
     device: str = "cuda",
-    clock: Callable[[Callable[[], Any]], float] | None = None,
+    clock: Clock = short_median,
+    rounds: int = ROUNDS,
     report: Callable[[Timing], None] = lambda timing: None,
 ) -> list[Timing]:
     """Times our backward operator with each schedule, on standard normal bfloat16 inputs.
@@ -363,12 +365,12 @@ def measure(
     Args:
         shapes: what to time.
         device: where.
-        clock: milliseconds of a call; `median_ms`, if None.
-        report: called after each timing.
+        clock: milliseconds of a call.
+        rounds: how often each is timed, in turns with the shape's other schedules. The median counts.
+        report: called with each result.
     """
     import torch
 
-    clock = clock or median_ms
     timings = []
     for shape in shapes:
         heads = (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
@@ -378,39 +380,16 @@ def measure(
         )
         scale = shape.head_dim**-0.5
         out, lse = torch.ops.dash_flash_attn.forward(q, k, v, scale, shape.causal)
-        for schedule in SCHEDULES:
+        times: dict[str, list[float]] = {schedule: [] for schedule in SCHEDULES}
+        for schedule in turns(SCHEDULES, rounds):
             arguments = (dout, q, k, v, out, lse, scale, shape.causal, schedule, True, 0)
-            ms = clock(lambda arguments=arguments: torch.ops.dash_flash_attn.backward(*arguments))
-            timings.append(Timing(shape, schedule, ms * 1e3))
+            times[schedule].append(
+                clock(lambda arguments=arguments: torch.ops.dash_flash_attn.backward(*arguments))
+            )
+        for schedule, ms in times.items():
+            timings.append(Timing(shape, schedule, statistics.median(ms) * 1e3))
             report(timings[-1])
     return timings
-
-
-def median_ms(run: Callable[[], Any]) -> float:
-    """The median time of a call on the GPU in milliseconds, the L2 cache emptied before each."""
-    try:
-        from triton.testing import do_bench
-    except ImportError:
-        return _median_of_events(run)
-    return do_bench(run, return_mode="median")
-
-
-def _median_of_events(run: Callable[[], Any], calls: int = 30) -> float:
-    import torch
-
-    l2_cache = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")  # several times an L2 cache
-    for _ in range(5):
-        run()
-    pairs = []
-    for _ in range(calls):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        l2_cache.zero_()
-        start.record()
-        run()
-        end.record()
-        pairs.append((start, end))
-    torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in pairs)
 
 
 def gpu_environment() -> dict[str, Any]:

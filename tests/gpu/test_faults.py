@@ -17,6 +17,7 @@ import torch
 from cases import SCHEDULES, Case, backward, forward
 from dash_flash_attn import _native, kernels, ops
 from dash_flash_attn.layout import matrix
+from dash_flash_attn.schedule import Schedule
 
 def prepared(head_dim):
     case = Case(300, 300, 4, 2, head_dim, torch.bfloat16, True, batch=1)
@@ -31,15 +32,24 @@ def run_python(body: str, *before: str, seconds: int) -> subprocess.CompletedPro
     return subprocess.run(command, capture_output=True, text=True, timeout=seconds)
 
 
-def test_a_turn_that_never_comes_ends_in_an_error() -> None:
-    """The counters hold garbage and nobody clears them: the kernel must say where it waits, and end."""
-    body = """
+@pytest.mark.parametrize("waits_at", ["query", "KV"])
+def test_a_turn_that_never_comes_ends_in_an_error(waits_at: str) -> None:
+    """Counters of one kind hold garbage, nobody clears them: the kernel must say where it waits, and end."""
+    body = f"""
     case, (dout, q, k, v, out, lse) = prepared(128)
     kernels.not_loaded()
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     shape = (1, 300, 300, 4, 2, 128)
-    workspace = torch.full((_native.workspace_bytes(*shape, True),), 255, dtype=torch.uint8, device="cuda")
-    workspace[-4:] = 0  # the last word counts claims: with garbage there no CTA would find work
+    workspace = torch.zeros(_native.workspace_bytes(*shape, True), dtype=torch.uint8, device="cuda")
+    # It ends with a word for each query tile and head, then for each KV tile and KV head, and one more.
+    grid = Schedule("shift", 300, 300, 128, True).grid
+    assert _native.query_head_parts(4, 2, grid.kv_tiles(), True) == 2  # or KV tiles would wait for nobody
+    of_kv_tiles = 4 * 2 * grid.kv_tiles()
+    begin = -4 - of_kv_tiles
+    if {waits_at == "KV"}:
+        workspace[begin : begin + of_kv_tiles] = 255
+    else:
+        workspace[begin - 4 * 4 * grid.q_tiles() : begin] = 255
     _native.backward(
         *map(matrix, (q, k, v, out, dout, dq, dk, dv)), lse.data_ptr(), workspace.data_ptr(), shape,
         case.scale, True, "bf16", "shift", True, 0, 0, 200_000_000,
@@ -50,7 +60,8 @@ def test_a_turn_that_never_comes_ends_in_an_error() -> None:
     result = run_python(body, seconds=120)
     assert result.returncode != 0
     assert "CUDA error" in result.stderr
-    assert re.search(r"KV tile \d waits .* query tile \d of head \d", result.stderr), result.stderr[-2000:]
+    message = rf"KV tile \d waits .* {waits_at} tile \d of head \d"
+    assert re.search(message, result.stderr), result.stderr[-2000:]
 
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])

@@ -1,0 +1,57 @@
+"""Clocks for calls on the GPU, and the order in which calls are timed that are to be compared."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+ROUNDS = 5
+
+Run = Callable[[], Any]
+Clock = Callable[[Run], float]
+"""Takes a call, and returns what it lasts on the GPU, in milliseconds."""
+
+
+def short_median(run: Run) -> float:
+    """The median time of some 25 ms of calls, each with a cold L2 cache. Milliseconds.
+
+    triton's do_bench where there is triton, else `few_calls`.
+    """
+    try:
+        from triton.testing import do_bench
+    except ImportError:
+        return few_calls(run, calls=9)
+    return do_bench(run, warmup=5, rep=25, return_mode="median")
+
+
+def few_calls(run: Run, calls: int = 2) -> float:
+    """The median time of a few calls, each with a cold L2 cache, after one that is not timed. Milliseconds.
+
+    For calls of tens of milliseconds, of which do_bench would make six before the first that counts.
+    """
+    import torch
+
+    l2_cache = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")  # several times an L2 cache
+    run()
+    pairs = []
+    for _ in range(calls):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        l2_cache.zero_()
+        start.record()
+        run()
+        end.record()
+        pairs.append((start, end))
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in pairs)
+
+
+def turns(names: Sequence[str], rounds: int = ROUNDS) -> Iterator[str]:
+    """The names of calls, round after round, each round from the next one on.
+
+    The chip's clock falls while it works, so that times of different minutes, or of different places in a
+    row, say nothing about each other. So every call is timed in every round, and all have every place.
+    """
+    for number in range(rounds):
+        first = number % len(names)
+        yield from (*names[first:], *names[:first])
