@@ -63,6 +63,8 @@ class _Policy:
         """(KV tiles, query tiles): `rank` at [kv_tile, q_tile], and -1 where the two do not meet."""
     def chain_table(self, heads: int) -> NDArray[np.int32]:
         """(heads * KV tiles, 2): `chain` at [claim]."""
+    def walk(self, kv_tile: int, group: int) -> NDArray[np.int32]:
+        """(group * visits, 2): the head of the group and the query tile at each step of a KV tile's chain."""
     def split_table(self) -> NDArray[np.int32]:
         """(KV tiles): the visits before it are walked in all query heads of a group, and then the others."""
     def heads_together(self, group: int) -> int:

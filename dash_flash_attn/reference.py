@@ -1,7 +1,7 @@
 """Attention tile by tile, in plain torch: what runs on the CPU, and the specification of the kernel.
 
 The backward adds in the kernel's orders: the contributions to a query tile's dQ in the order of the ranks
-that a schedule gives, those to a KV tile's dK and dV in the order of its visits. For 16-bit tensors the
+that a schedule gives, those to a KV tile's dK and dV in the order of its chain. For 16-bit tensors the
 operands of every product are 16 bits wide and the sums float32, as on the tensor cores; float32 is computed
 in float32 and float64 in float64.
 """
@@ -86,7 +86,7 @@ def backward(
     grid = _grid(q, k, causal)
     policy = make_policy(schedule, grid)
     wide = lse_dtype(q)
-    # A chain visits a query tile in every query head of its part of the group, and then the next tile.
+    # A chain walks the query heads of its part of the group.
     parts = _native.query_head_parts(heads_q, heads_k, grid.kv_tiles(), causal)
     qh, doh, oh = (_by_head(x, heads_k * parts, wide) for x in (q, dout, out))
     kh, vh = (_by_head(x, heads_k, wide).repeat_interleave(parts, dim=1).squeeze(2) for x in (k, v))
@@ -94,44 +94,43 @@ def backward(
     lse_h = lse_h.masked_fill(lse_h == -math.inf, math.inf)  # no visible key: every probability is 0
     delta = (doh * oh).sum(-1, keepdim=True)
     dqh, dk_parts, dv_parts = torch.zeros_like(qh), torch.zeros_like(kh), torch.zeros_like(vh)
-    for kv_tile, q_tile in pairs_in_order(policy, grid):
+    for kv_tile, head, q_tile in tasks_in_order(policy, grid, qh.shape[2]):
         rows = slice(q_tile * grid.q_rows, (q_tile + 1) * grid.q_rows)
         keys = slice(kv_tile * grid.kv_rows, (kv_tile + 1) * grid.kv_rows)
-        for head in range(qh.shape[2]):
-            q_t, do_t, k_t, v_t = qh[:, :, head, rows], doh[:, :, head, rows], kh[:, :, keys], vh[:, :, keys]
-            p = torch.exp(_scores(grid, q_t, k_t, q_tile, kv_tile, softmax_scale) - lse_h[:, :, head, rows])
-            dp = do_t @ v_t.mT
-            ds = _rounded(p * (dp - delta[:, :, head, rows]), q.dtype)
-            dv_parts[:, :, keys] += _rounded(p, q.dtype).mT @ do_t
-            dk_parts[:, :, keys] += ds.mT @ q_t
-            dqh[:, :, head, rows] += ds @ k_t
+        q_t, do_t, k_t, v_t = qh[:, :, head, rows], doh[:, :, head, rows], kh[:, :, keys], vh[:, :, keys]
+        p = torch.exp(_scores(grid, q_t, k_t, q_tile, kv_tile, softmax_scale) - lse_h[:, :, head, rows])
+        dp = do_t @ v_t.mT
+        ds = _rounded(p * (dp - delta[:, :, head, rows]), q.dtype)
+        dv_parts[:, :, keys] += _rounded(p, q.dtype).mT @ do_t
+        dk_parts[:, :, keys] += ds.mT @ q_t
+        dqh[:, :, head, rows] += ds @ k_t
     dk, dv = (_sum_of_parts(x, parts) for x in (dk_parts, dv_parts))
     return _by_row(dqh * softmax_scale, q), _by_row(dk * softmax_scale, k), _by_row(dv, v)
 
 
-def pairs_in_order(policy, grid) -> Iterator[tuple[int, int]]:
-    """(KV tile, query tile) pairs of one head, as the kernel's tickets let them happen.
+def tasks_in_order(policy, grid, group: int) -> Iterator[tuple[int, int, int]]:
+    """(KV tile, head of the group, query tile), as the kernel's tickets let them happen.
 
     A chain advances while the ticket of the query tile that it visits equals its rank there. Chains could be
     served in any sequence: every single sum meets its summands in the same order. RuntimeError if no chain
     can advance, which a valid schedule never lets happen.
     """
-    tickets = [0] * grid.q_tiles()
-    chains = {kv: [policy.visit(kv, s) for s in range(policy.visits(kv))] for kv in range(grid.kv_tiles())}
+    tickets = [[0] * grid.q_tiles() for _ in range(group)]
+    chains = {kv_tile: policy.walk(kv_tile, group).tolist() for kv_tile in range(grid.kv_tiles())}
     steps = dict.fromkeys(chains, 0)
     left = sum(map(len, chains.values()))
     while left:
         before = left
-        for kv_tile, visits in chains.items():
-            for q_tile in visits[steps[kv_tile] :]:
-                if tickets[q_tile] != policy.rank(kv_tile, q_tile):
+        for kv_tile, walk in chains.items():
+            for head, q_tile in walk[steps[kv_tile] :]:
+                if tickets[head][q_tile] != policy.rank(kv_tile, q_tile):
                     break
-                yield kv_tile, q_tile
-                tickets[q_tile] += 1
+                yield kv_tile, head, q_tile
+                tickets[head][q_tile] += 1
                 steps[kv_tile] += 1
                 left -= 1
         if left == before:
-            raise RuntimeError(f"the schedule {policy} stalls with {left} tile pairs left")
+            raise RuntimeError(f"the schedule {policy} stalls with {left} tasks left")
 
 
 def _grid(q: Tensor, k: Tensor, causal: bool):

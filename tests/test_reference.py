@@ -2,11 +2,12 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from oracle import attention, gradients, same_bits, visible
 
-from dash_flash_attn import flash_attn_func, reference
+from dash_flash_attn import _native, flash_attn_func, reference
 from dash_flash_attn.schedule import SCHEDULES, Schedule
 
 LENGTHS = (1, 63, 64, 65, 127, 129, 200)
@@ -144,6 +145,27 @@ def test_dq_is_summed_by_rank_and_dk_by_visit() -> None:
             assert same_bits(x[0, :, 0], y.bfloat16()), name
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_chain_walks_the_heads_of_its_group_as_the_schedule_says(name: str, causal: bool) -> None:
+    """The sequence in which the backward sums dK and dV of a KV tile, written out."""
+    rows, keys = _native.tile_shape(128)
+    schedule = Schedule(name, 640, 640, 128, causal=causal)
+    tasks = list(reference.tasks_in_order(schedule.policy, schedule.grid, 3))
+    for kv in range(5):
+        visits = schedule.visits(kv)
+        # Under a causal mask the lower half of the KV tiles (0, 1, 2) goes round a rectangle first.
+        rectangle = [j for j in visits if j >= 3 * keys // rows]
+        if name in ("naive", "descending") or (name == "shift" and causal):
+            chain = [(h, j) for j in visits for h in range(3)]
+        elif name == "symmetric_shift" and causal and kv < 3:
+            rest = [j for j in visits if j not in rectangle]
+            chain = [(h, j) for part in (rectangle, rest) for h in range(3) for j in part]
+        else:
+            chain = [(h, j) for h in range(3) for j in visits]
+        assert [(h, j) for k, h, j in tasks if k == kv] == chain
+
+
 def test_parts_of_a_group_are_summed_in_order() -> None:
     """MQA cuts its group: the same as the sum of calls with one query head, one after the other."""
     q, k, v, dout = inputs(130, 200, 4, 1, batch=1)
@@ -193,15 +215,12 @@ def test_a_schedule_that_stalls_is_an_error() -> None:
     class Stalled:
         """Two chains that wait for each other at query tiles 0 and 1."""
 
-        def visits(self, kv_tile: int) -> int:
-            return 2
-
-        def visit(self, kv_tile: int, step: int) -> int:
-            return step if kv_tile == 0 else 1 - step
+        def walk(self, kv_tile: int, group: int) -> np.ndarray:
+            return np.array([(0, step if kv_tile == 0 else 1 - step) for step in range(2)])
 
         def rank(self, kv_tile: int, q_tile: int) -> int:
-            return 1 - self.visit(kv_tile, q_tile)
+            return q_tile if kv_tile == 1 else 1 - q_tile
 
     grid = Schedule("naive", 256, 256, 64).grid
-    with pytest.raises(RuntimeError, match="stalls with 4 tile pairs left"):
-        list(reference.pairs_in_order(Stalled(), grid))
+    with pytest.raises(RuntimeError, match="stalls with 4 tasks left"):
+        list(reference.tasks_in_order(Stalled(), grid, 1))

@@ -96,6 +96,20 @@ py::array_t<int> split_table(Policy const& p) {
     return table;
 }
 
+// (group * visits, 2) of int32: the head of the group and the query tile at each step of a chain.
+template <typename Policy>
+py::array_t<int> walk(Policy const& p, int kv_tile, int group) {
+    int const visits = p.visits(kv_tile), steps = checked_positive(group, "group") * visits;
+    py::array_t<int> table({steps, 2});
+    auto cells = table.mutable_unchecked<2>();
+    schedule::HeadWalk walk(p.heads(kv_tile, group), group, visits);
+    for (int step = 0; step < steps; ++step, walk.next()) {
+        cells(step, 0) = walk.head;
+        cells(step, 1) = p.visit(kv_tile, walk.visit);
+    }
+    return table;
+}
+
 template <typename Policy>
 py::array_t<int> chain_table(Policy const& p, int heads) {
     int const claims = checked_positive(heads, "heads") * p.grid.kv_tiles();
@@ -158,6 +172,9 @@ void bind_policy(py::module_& m, char const* class_name) {
         .def("visit_table", &visit_table<Policy>)
         .def("rank_table", &rank_table<Policy>)
         .def("chain_table", &chain_table<Policy>, "heads"_a)
+        .def(
+            "walk", [=](Policy const& p, int kv, int group) { return walk(p, kv_checked(p, kv), group); }, "kv_tile"_a,
+            "group"_a)
         .def("split_table", &split_table<Policy>)
         .def(
             "heads_together",
