@@ -24,36 +24,40 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         NotImplementedError: a head dimension without a kernel, more heads or entries than a launch has, a
             device that is neither CPU nor CUDA.
     """
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 4:
+    # Each attribute is read once: a read makes a new object, and this runs in both passes of every call.
+    dtype, device = q.dtype, q.device
+    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
+    for name, x, shape in (("q", q, q_shape), ("k", k, k_shape), ("v", v, v_shape)):
+        if len(shape) != 4:
             raise ValueError(f"{name}: expected (batch, seqlen, heads, head_dim), got {_shape(x)}")
-        if x.dtype != q.dtype:
-            raise TypeError(f"{name}: expected q's dtype {q.dtype}, got {x.dtype}")
-        if x.device != q.device:
-            raise ValueError(f"{name}: expected q's device {q.device}, got {x.device}")
-        if x.shape[0] != q.shape[0] or x.shape[3] != q.shape[3]:
+        if x.dtype != dtype:
+            raise TypeError(f"{name}: expected q's dtype {dtype}, got {x.dtype}")
+        if x.device != device:
+            raise ValueError(f"{name}: expected q's device {device}, got {x.device}")
+        if shape[0] != q_shape[0] or shape[3] != q_shape[3]:
             raise ValueError(f"{name}: expected q's batch and head_dim, {_shape(q)}, got {_shape(x)}")
-    if v.shape != k.shape:
+    if v_shape != k_shape:
         raise ValueError(f"v: expected k's shape {_shape(k)}, got {_shape(v)}")
-    heads_q, head_dim = q.shape[2:]
-    heads_k = k.shape[2]
+    batch, _, heads_q, head_dim = q_shape
+    heads_k = k_shape[2]
     if heads_k == 0 or heads_q % heads_k:
         raise ValueError(f"k: its {heads_k} heads must divide q's {heads_q}")
     if head_dim == 0:
         raise ValueError("q: head_dim must not be 0")
-    if q.device.type == "cuda":
-        if q.dtype not in CUDA_DTYPES:
-            raise TypeError(f"q: on CUDA the dtype must be bfloat16 or float16, got {q.dtype}")
+    kind = device.type
+    if kind == "cuda":
+        if dtype not in CUDA_DTYPES:
+            raise TypeError(f"q: on CUDA the dtype must be bfloat16 or float16, got {dtype}")
         if head_dim not in CUDA_HEAD_DIMS:
             raise NotImplementedError(f"q: on CUDA head_dim must be 64 or 128, got {head_dim}")
-        if q.shape[0] > CUDA_MAX_BATCH or heads_q > CUDA_MAX_HEADS:
+        if batch > CUDA_MAX_BATCH or heads_q > CUDA_MAX_HEADS:
             raise NotImplementedError(
                 f"q: on CUDA batch and heads must be at most {CUDA_MAX_BATCH}, got {_shape(q)}"
             )
-    elif q.device.type not in ("cpu", "meta"):
-        raise NotImplementedError(f"q: expected a tensor on CUDA or CPU, got {q.device}")
-    elif q.dtype not in CPU_DTYPES:
-        raise TypeError(f"q: the dtype must be a 16, 32 or 64 bit floating point type, got {q.dtype}")
+    elif kind not in ("cpu", "meta"):
+        raise NotImplementedError(f"q: expected a tensor on CUDA or CPU, got {device}")
+    elif dtype not in CPU_DTYPES:
+        raise TypeError(f"q: the dtype must be a 16, 32 or 64 bit floating point type, got {dtype}")
 
 
 def check_gradient_tensors(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
@@ -61,15 +65,16 @@ def check_gradient_tensors(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: T
 
     Kernels would read beyond them.
     """
+    shape, dtype, device = q.shape, q.dtype, q.device
     for name, x in (("dout", dout), ("out", out)):
-        if x.shape != q.shape:
+        if x.shape != shape:
             raise ValueError(f"{name}: expected q's shape {_shape(q)}, got {_shape(x)}")
-        if x.dtype != q.dtype:
-            raise TypeError(f"{name}: expected q's dtype {q.dtype}, got {x.dtype}")
+        if x.dtype != dtype:
+            raise TypeError(f"{name}: expected q's dtype {dtype}, got {x.dtype}")
     for name, x in (("dout", dout), ("out", out), ("lse", lse)):
-        if x.device != q.device:
-            raise ValueError(f"{name}: expected q's device {q.device}, got {x.device}")
-    if lse.shape != (q.shape[0], q.shape[2], q.shape[1]):
+        if x.device != device:
+            raise ValueError(f"{name}: expected q's device {device}, got {x.device}")
+    if lse.shape != (shape[0], shape[2], shape[1]):
         raise ValueError(f"lse: expected (batch, heads, seqlen) of q {_shape(q)}, got {_shape(lse)}")
     if lse.dtype != lse_dtype(q):
         raise TypeError(f"lse: expected {lse_dtype(q)}, got {lse.dtype}")
