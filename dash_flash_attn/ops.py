@@ -72,7 +72,7 @@ def _forward_cuda(q, k, v, softmax_scale, causal, schedule="auto", deterministic
     check_tensors(q, k, v)
     if q.numel() == 0 or k.numel() == 0:
         return _empty_forward(q)
-    with torch.cuda.device(q.device):
+    with torch.cuda.device(q.device.index):
         return attention_forward(q, k, v, softmax_scale, causal)
 
 
@@ -107,7 +107,7 @@ def _backward_cuda(dout, q, k, v, out, lse, softmax_scale, causal, schedule, det
         schedule = auto_schedule(seqlen_q, seqlen_k, head_dim, causal)
     q, k, v, out, dout = map(addressable, (q, k, v, out, dout))
     lse = lse.contiguous()
-    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     workspace_bytes = _native.workspace_bytes(batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim, causal)
     workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
     with torch.cuda.device(index):
@@ -124,7 +124,7 @@ def _backward_cuda(dout, q, k, v, out, lse, softmax_scale, causal, schedule, det
             index,
             sm_margin,
             WAIT_LIMIT_NS,
-            torch.cuda.current_stream(device).cuda_stream,
+            torch._C._cuda_getCurrentRawStream(index),
         )
     return dq, dk, dv
 
