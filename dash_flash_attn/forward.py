@@ -51,7 +51,7 @@ def cudnn_applies(q: Tensor, k: Tensor) -> bool:
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = torch._scaled_dot_product_cudnn_attention(
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),

@@ -1,8 +1,12 @@
 """What torch needs of an operator: schema, tracing, autograd; and tensors of any layout."""
 
+from functools import partial
+
 import pytest
 import torch
 from oracle import same_bits
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from dash_flash_attn import flash_attn_func
 from dash_flash_attn.checks import CUDA_MAX_HEADS, check_gradient_tensors, check_tensors
@@ -79,6 +83,72 @@ def test_errors_reach_the_caller_of_a_compiled_function() -> None:
         torch.compile(flash_attn_func, backend="aot_eager")(q[..., :16], k, v)
 
 
+def test_the_operator_and_the_function_are_the_same() -> None:
+    tensors = qkv()
+    dout = torch.randn_like(tensors[0])
+
+    def operator(q, k, v):
+        return FORWARD(q, k, v, causal=True, softmax_scale=32**-0.5, schedule="symmetric_shift")[0]
+
+    assert same_bits(operator(*tensors), deterministic_attention(*tensors))
+    for x, y in zip(
+        gradients(operator, tensors, dout), gradients(deterministic_attention, tensors, dout), strict=True
+    ):
+        assert same_bits(x, y)
+    q, k, v = tensors
+    for attention in (operator, deterministic_attention):
+        with pytest.raises(ValueError, match="^k: expected q's batch and head_dim"):
+            attention(q.requires_grad_(), k[..., :16], v)
+
+
+def test_options_left_out_have_their_defaults_in_the_backward() -> None:
+    tensors = qkv()
+    dout = torch.randn_like(tensors[0])
+    left_out = gradients(lambda q, k, v: FORWARD(q, k, v, 0.2, True)[0], tensors, dout)
+    given = gradients(lambda q, k, v: FORWARD(q, k, v, 0.2, True, "auto", True, 0)[0], tensors, dout)
+    for x, y in zip(left_out, given, strict=True):
+        assert same_bits(x, y)
+
+
+def test_a_tracer_sees_both_operators() -> None:
+    """A mode below autograd gets the operators, not what they are made of."""
+
+    def step(*leaves):
+        return torch.autograd.grad(deterministic_attention(*leaves).sum(), leaves)
+
+    graph = make_fx(step, tracing_mode="fake")(*qkv(requires_grad=True)).graph
+    called = [node.target for node in graph.nodes if node.op == "call_function"]
+    assert called.count(FORWARD) == called.count(BACKWARD) == 1
+
+
+def test_checkpoints() -> None:
+    """The saved tensors come from a second forward, which runs inside the backward."""
+    tensors = qkv()
+    dout = torch.randn_like(tensors[0])
+    expected = gradients(deterministic_attention, tensors, dout)
+    save_forward = partial(create_selective_checkpoint_contexts, [FORWARD])
+    for options in ({}, {"context_fn": save_forward}):
+
+        def attention(*leaves, options=options):
+            return checkpoint(deterministic_attention, *leaves, use_reentrant=False, **options)
+
+        for x, y in zip(gradients(attention, tensors, dout), expected, strict=True):
+            assert same_bits(x, y)
+
+
+def test_compiled_backward_of_an_eager_forward() -> None:
+    leaves = qkv(requires_grad=True)
+    out = deterministic_attention(*leaves).sum()
+    expected = torch.autograd.grad(out, leaves, retain_graph=True)
+    captured = torch._dynamo.utils.counters["compiled_autograd"]["captures"]
+    whole = {"compiled_autograd": True, "compiled_autograd_kwargs_override": {"fullgraph": True}}
+    with torch._dynamo.config.patch(whole):
+        torch.compile(lambda out: out.backward(), backend="aot_eager")(out)
+    assert torch._dynamo.utils.counters["compiled_autograd"]["captures"] == captured + 1
+    for x, y in zip(leaves, expected, strict=True):
+        assert same_bits(x.grad, y)
+
+
 def test_gradient_of_a_sum_has_stride_zero() -> None:
     leaves = qkv(requires_grad=True)
     deterministic_attention(*leaves).sum().backward()
@@ -141,8 +211,14 @@ def test_only_what_needs_a_gradient_gets_one() -> None:
 def test_no_second_derivative() -> None:
     leaves = qkv(requires_grad=True)
     (dq,) = torch.autograd.grad(flash_attn_func(*leaves).sum(), leaves[0], create_graph=True)
+    assert same_bits(dq, torch.autograd.grad(flash_attn_func(*leaves).sum(), leaves[0])[0])
     with pytest.raises(NotImplementedError, match="no derivative"):
         dq.sum().backward()
+
+
+def test_the_log_sum_exp_has_no_derivative() -> None:
+    out, lse = FORWARD(*qkv(requires_grad=True), 0.2, True)
+    assert out.requires_grad and not lse.requires_grad
 
 
 def test_gradients_that_do_not_fit_are_refused() -> None:
