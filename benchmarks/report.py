@@ -131,14 +131,20 @@ def _checks(night: dict[str, Any]) -> list[str]:
     if tests := night.get("tests"):
         lines.append(
             f"GPU tests: {tests['passed']} passed, {tests['failed']} failed, {tests['skipped']} skipped"
+            + _source(tests)
         )
     if soak := night.get("soak"):
         lines.append(
             f"Soak: {soak['cases']:,} cases in {soak['seconds']:.0f} s, {len(soak['failed'])} failed"
         )
     if found := night.get("bits"):
-        lines.append(f"Bits: hashes of {len(found['cases'])} cases")
+        lines.append(f"Bits: hashes of {len(found['cases'])} cases" + _source(found))
     return lines
+
+
+def _source(record: dict[str, Any]) -> str:
+    """Where a record was taken: committed ones may be of unlike dates."""
+    return f" ({tables.provenance(record)})" if "environment" in record else ""
 
 
 def _content(kind: str, record: dict[str, Any]) -> list[str]:

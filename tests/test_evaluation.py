@@ -1033,6 +1033,14 @@ def test_the_report_needs_nothing_else(tmp_path):
     assert "3.0 (1.5000)" in text and "2026-01-03 00:00" in text
 
 
+def test_the_report_says_of_which_commit_the_gpu_tests_are(tmp_path):
+    results = results_folder(tmp_path)
+    tests = {"passed": 7, "failed": 0, "skipped": 1, "environment": {"device": "X", "commit": "feedbeef" * 5}}
+    harness.write_json(results / "gpu_tests.json", tests)
+    line = re.search("GPU tests: 7 passed[^<]*", report.build(None, results))
+    assert line and "commit feedbeeffeed" in line.group()
+
+
 def test_a_report_without_matplotlib_has_its_tables(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "benchmarks.charts", None)
     monkeypatch.delattr(sys.modules["benchmarks"], "charts", raising=False)
