@@ -69,10 +69,13 @@ class _Policy:
         """(KV tiles): the visits before it are walked in all query heads of a group, and then the others."""
     def heads_together(self, group: int) -> int:
         """In how many of the `group` heads a query tile is visited before the next tile."""
-    def completes(self, heads: int, ctas: int, claim_ahead: bool = True) -> bool:
+    def completes(
+        self, heads: int, ctas: int, claim_ahead: bool = True, group: int = 1, parts: int = 1
+    ) -> bool:
         """Whether `ctas` CTAs run all chains to the end, claiming as the kernel does. False: a deadlock.
 
-        With claim_ahead a CTA claims its next chain while one runs, where cycle_end allows it.
+        With claim_ahead a CTA claims its next chain while one runs, where the policy allows it. A chain walks
+        `group` query heads; `parts` neighbouring heads belong to one KV head, and end their chains in turn.
         """
 
 class Naive(_Policy): ...

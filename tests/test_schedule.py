@@ -91,6 +91,9 @@ def check_progress(policy, heads=3):
     assert 1 <= needed <= LARGEST_GROUP
     for ctas, claim_ahead in itertools.product((needed, needed + 3, 132), (False, True)):
         assert policy.completes(heads, ctas, claim_ahead), (policy.name, ctas, claim_ahead)
+    # Chains of GQA, whole and cut into parts that add their dK and dV in turn.
+    for ctas, (group, parts) in itertools.product((needed, 132), ((3, 1), (2, 2))):
+        assert policy.completes(2 * parts, ctas, True, group, parts), (policy.name, ctas, group, parts)
 
 
 def check_all(shape, needed, name):
@@ -274,6 +277,11 @@ def test_a_cycle_without_room_deadlocks(n):
     needed = policy.resident_ctas_needed()
     assert policy.completes(2, needed, claim_ahead=False)
     assert not policy.completes(2, needed - 1, claim_ahead=False)
+    for group, parts in ((3, 1), (1, 2), (2, 2)):
+        assert policy.completes(2, needed, False, group, parts)
+        assert not policy.completes(2, needed - 1, False, group, parts)
+    with pytest.raises(ValueError, match="3 are not whole parts of 2"):
+        policy.completes(3, needed, parts=2)
 
 
 def test_a_wrong_table_is_found():

@@ -181,10 +181,14 @@ void bind_policy(py::module_& m, char const* class_name) {
             [](Policy const& p, int group) { return p.heads(0, checked_positive(group, "group")).together; }, "group"_a)
         .def(
             "completes",
-            [](Policy const& p, int heads, int ctas, bool claim_ahead) {
-                return completes(p, checked_positive(heads, "heads"), checked_positive(ctas, "ctas"), claim_ahead);
+            [](Policy const& p, int heads, int ctas, bool claim_ahead, int group, int parts) {
+                if (checked_positive(heads, "heads") % checked_positive(parts, "parts") != 0)
+                    throw py::value_error("heads: " + std::to_string(heads) + " are not whole parts of " +
+                                          std::to_string(parts));
+                return completes(p, heads, checked_positive(ctas, "ctas"), claim_ahead,
+                                 checked_positive(group, "group"), parts);
             },
-            "heads"_a, "ctas"_a, "claim_ahead"_a = true);
+            "heads"_a, "ctas"_a, "claim_ahead"_a = true, "group"_a = 1, "parts"_a = 1);
 }
 
 }  // namespace
