@@ -15,7 +15,7 @@ import torch
 from . import harness, tables
 from .harness import Row
 from .shapes import Shape, cell_name, describe, inputs
-from .systems import AUTO, GRADIENTS, OURS, UNORDERED, System, add_arguments, behind_auto, chosen
+from .systems import AUTO, GRADIENTS, OURS, UNORDERED, System, add_arguments, chosen, row_of_each
 
 FULL = tuple(
     Shape(head_dim, causal, seqlen, 1, 8, 4)
@@ -39,24 +39,15 @@ def measure_cell(shape: Shape, systems: Sequence[System], device: str = "cuda") 
     """A row for each system at one shape, the errors of the three gradients in it."""
     q, k, v, dout = inputs(shape, device)
     _, *exact = oracle().gradients(dout, q, k, v, shape.head_dim**-0.5, shape.causal)
-    rows: dict[str, Row] = {}
-    alias = behind_auto([s.name for s in systems], shape.seqlen, shape.head_dim, shape.causal)
-    for system in systems:
-        row = {**describe(shape), "system": system.name}
-        try:
-            if system.name != AUTO or not alias:
-                found = system.backward((q, k, v, dout), shape.causal)()
-                row |= {
-                    name: ((x.double() - y).norm() / y.norm()).item()
-                    for name, x, y in zip(GRADIENTS, found, exact, strict=True)
-                }
-        except Exception as error:
-            row["error"] = harness.one_line(error)
-            harness.check_gpu()
-        rows[system.name] = row
-    if alias:
-        rows[AUTO] = {**rows[alias], "system": AUTO, "measured_as": alias}
-    return list(rows.values())
+
+    def errors(system: System) -> Row:
+        found = system.backward((q, k, v, dout), shape.causal)()
+        return {
+            name: ((x.double() - y).norm() / y.norm()).item()
+            for name, x, y in zip(GRADIENTS, found, exact, strict=True)
+        }
+
+    return row_of_each(shape, systems, errors)
 
 
 def show(row: Row) -> str:

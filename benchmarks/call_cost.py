@@ -11,39 +11,24 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
 from . import harness, tables
 from .harness import Row
+from .shapes import Shape, cell_name, describe
 from .systems import AUTO, System, add_arguments, chosen
 
 CALLS = 40
 """A bunch's calls. Their launches fit into the driver's queue of 1,024, so that none waits for the GPU."""
 
 
-class Call(NamedTuple):
-    """Sizes of one call; query heads and KV heads."""
-
-    head_dim: int
-    causal: bool
-    seqlen: int
-    batch: int
-    heads: int
-    kv_heads: int
-
-    def __str__(self) -> str:
-        mask = "causal" if self.causal else "full"
-        return f"d{self.head_dim}-{mask}-n{self.seqlen}-b{self.batch}-h{self.heads}-kv{self.kv_heads}"
-
-
-FULL = (Call(64, False, 128, 1, 4, 4), Call(128, True, 256, 1, 8, 2), Call(128, True, 512, 2, 16, 16))
+FULL = (Shape(64, False, 128, 1, 4, 4), Shape(128, True, 256, 1, 8, 2), Shape(128, True, 512, 2, 16, 16))
 QUICK = FULL[:2]
 
 
 def measure_cell(
-    call: Call,
+    call: Shape,
     systems: Sequence[System],
     bunches: int,
     *,
@@ -96,11 +81,6 @@ def measure_cell(
     return list(rows.values())
 
 
-def describe(call: Call) -> Row:
-    """The columns that say which call a row is of."""
-    return {"cell": str(call), **call._asdict()}
-
-
 def show(row: Row) -> str:
     """A row as a line."""
     return f"{row['system']:<16}{row['us']:>9.1f} us, at least {row['lowest_us']:.1f}"
@@ -118,6 +98,7 @@ def main(argv: Sequence[str]) -> int:
         QUICK if options.quick else FULL,
         partial(measure_cell, systems=chosen(options), bunches=9 if options.quick else 25),
         describe=describe,
+        name=cell_name,
         show=show,
     )
     print("\n" + tables.call_cost(record["rows"]).markdown())

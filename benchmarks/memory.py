@@ -9,7 +9,7 @@ from . import harness, tables
 from .backward import memory
 from .harness import Row
 from .shapes import LLAMA3_8B, PAPER_SHAPES, SINGLE, Shape, cell_name, describe, inputs
-from .systems import AUTO, UNORDERED, System, add_arguments, chosen
+from .systems import AUTO, UNORDERED, System, add_arguments, chosen, row_of_each
 
 FULL = (*(shape for shape in PAPER_SHAPES if shape.seqlen in (1024, 16384)), *SINGLE, LLAMA3_8B[-1])
 QUICK = (*(shape for shape in PAPER_SHAPES if shape.seqlen == 1024), *SINGLE)
@@ -18,18 +18,13 @@ QUICK = (*(shape for shape in PAPER_SHAPES if shape.seqlen == 1024), *SINGLE)
 def measure_cell(shape: Shape, systems: Sequence[System]) -> list[Row]:
     """A row for each system at one shape: bytes, and how many float32 dQ these are."""
     tensors = inputs(shape)
-    rows = []
-    for system in systems:
-        row = {**describe(shape), "system": system.name}
-        try:
-            run = system.backward(tensors, shape.causal)
-            run()  # whatever is compiled or loaded at a first call is not memory of a backward
-            row |= memory(shape, harness.extra_bytes(run))
-        except Exception as error:
-            row["error"] = harness.one_line(error)
-            harness.check_gpu()
-        rows.append(row)
-    return rows
+
+    def extra(system: System) -> Row:
+        run = system.backward(tensors, shape.causal)
+        run()  # whatever is compiled or loaded at a first call is not memory of a backward
+        return memory(shape, harness.extra_bytes(run))
+
+    return row_of_each(shape, systems, extra)
 
 
 def show(row: Row) -> str:

@@ -17,7 +17,7 @@ from . import harness, tables
 from .accuracy import oracle
 from .harness import Row
 from .shapes import LLAMA3_8B, PAPER_SHAPES, Shape, cell_name, describe, inputs
-from .systems import AUTO, GRADIENTS, OURS, UNORDERED, System, add_arguments, behind_auto, chosen
+from .systems import AUTO, GRADIENTS, OURS, UNORDERED, System, add_arguments, behind_auto, chosen, row_of_each
 
 RUNS = 10
 
@@ -33,20 +33,7 @@ def measure_runs(
 ) -> list[Row]:
     """A row for each system: how far each gradient is from that of the first run, at most."""
     tensors = inputs(shape, device)
-    alias = behind_auto([s.name for s in systems], shape.seqlen, shape.head_dim, shape.causal)
-    rows: dict[str, Row] = {}
-    for system in systems:
-        row = {**describe(shape), "system": system.name, "runs": runs}
-        try:
-            if system.name != AUTO or not alias:
-                row |= deviations(system, tensors, shape.causal, runs)
-        except Exception as error:
-            row["error"] = harness.one_line(error)
-            harness.check_gpu()
-        rows[system.name] = row
-    if alias:
-        rows[AUTO] = {**rows[alias], "system": AUTO, "measured_as": alias}
-    return list(rows.values())
+    return row_of_each(shape, systems, lambda s: deviations(s, tensors, shape.causal, runs), runs=runs)
 
 
 def deviations(system: System, tensors: Sequence[torch.Tensor], causal: bool, runs: int) -> Row:

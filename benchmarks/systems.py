@@ -20,6 +20,8 @@ from dash_flash_attn.ops import _deterministic_algorithms, auto_schedule
 from dash_flash_attn.schedule import SCHEDULES
 
 from . import harness
+from .harness import Row
+from .shapes import Shape, describe
 
 AUTO = "auto"
 UNORDERED = "unordered"
@@ -232,6 +234,30 @@ def behind_auto(names: Sequence[str], seqlen: int, head_dim: int, causal: bool) 
     """The schedule that "auto" is at a shape, if it is among the names: the two need not both be timed."""
     schedule = auto_schedule(seqlen, seqlen, head_dim, causal)
     return schedule if AUTO in names and schedule in names else None
+
+
+def row_of_each(
+    shape: Shape, systems: Sequence[System], measure: Callable[[System], Row], **columns: Any
+) -> list[Row]:
+    """A row for each system at one shape: the shape, `columns`, and what `measure` finds out.
+
+    A system that fails has the error in its row. Where the schedule that "auto" takes is among the systems,
+    "auto" is not measured but gets its row, marked `measured_as`.
+    """
+    alias = behind_auto([s.name for s in systems], shape.seqlen, shape.head_dim, shape.causal)
+    rows: dict[str, Row] = {}
+    for system in systems:
+        row = {**describe(shape), "system": system.name, **columns}
+        try:
+            if system.name != AUTO or not alias:
+                row |= measure(system)
+        except Exception as error:
+            row["error"] = harness.one_line(error)
+            harness.check_gpu()
+        rows[system.name] = row
+    if alias:
+        rows[AUTO] = {**rows[alias], "system": AUTO, "measured_as": alias}
+    return list(rows.values())
 
 
 def _names(text: str) -> list[str]:

@@ -368,7 +368,7 @@ def test_the_trained_model_has_thirty_million_parameters():
 def test_cpu_time_of_a_call_is_a_median_over_bunches():
     ticks = iter([0.0, 5.0, 10.0, 10.2, 20.0, 20.6, 30.0, 30.4])  # the first bunch warms up
     (found,) = call_cost.measure_cell(
-        call_cost.Call(64, True, 32, 1, 2, 1), [systems.our_system("auto")], 3, calls=2, device="cpu",
+        Shape(64, True, 32, 1, 2, 1), [systems.our_system("auto")], 3, calls=2, device="cpu",
         now=lambda: next(ticks),
     )  # fmt: skip
     assert found["us"] == pytest.approx(0.2e6) and found["lowest_us"] == pytest.approx(0.1e6)
