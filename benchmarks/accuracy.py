@@ -62,15 +62,13 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if options.quick and options.schedules == list(OURS):
         options.schedules = [AUTO, UNORDERED]
-    harness.require_kernels()
-    record = harness.measure(
+    return harness.run(
         "accuracy",
         options,
         QUICK if options.quick else FULL,
         partial(measure_cell, systems=chosen(options)),
+        lambda rows: [tables.accuracy(rows)],
         describe=describe,
         name=cell_name,
         show=show,
     )
-    print("\n" + tables.accuracy(record["rows"]).markdown())
-    return bool(harness.failures(record["rows"]))

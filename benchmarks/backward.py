@@ -17,7 +17,7 @@ from dash_flash_attn.lab import clocks
 from . import harness, tables
 from .harness import MATMUL, Row
 from .shapes import PAPER_SHAPES, Shape, cell_name, describe, flop, fp32_dq_bytes, inputs
-from .systems import AUTO, OURS, System, add_arguments, behind_auto, chosen
+from .systems import AUTO, OURS, System, add_arguments, behind_auto, chosen, with_auto
 
 QUICK = tuple(shape for shape in PAPER_SHAPES if shape.seqlen in (1024, 16384))
 
@@ -62,9 +62,7 @@ def measure_cell(
         raise RuntimeError(f"{MATMUL}: {errors[MATMUL]}")
     for name in runs:
         rows[name] |= {"error": errors[name]} if name in errors else timing(shape, times[name], times[MATMUL])
-    if alias:
-        rows[AUTO] = {**rows[alias], "system": AUTO, "measured_as": alias}
-    return list(rows.values())
+    return with_auto(rows, alias)
 
 
 def timing(shape: Shape, ms: Sequence[float], matmul_ms: Sequence[float]) -> Row:
@@ -100,23 +98,22 @@ def sweep(command: str, options: argparse.Namespace, shapes: Sequence[Shape]) ->
         if unknown := set(options.cells) - set(by_name):
             raise SystemExit(f"benchmarks: --cells: {min(unknown)} is none of {', '.join(by_name)}")
         shapes = [by_name[name] for name in options.cells]
-    harness.require_kernels()
-    record = harness.measure(
+
+    def tables_of(rows: list[Row]) -> list[tables.Table]:
+        headline = tables.headline(rows)
+        return [*tables.backward(rows), *([headline] if headline.rows else [])]
+
+    return harness.run(
         command,
         options,
         shapes,
         partial(measure_cell, systems=chosen(options), rounds=options.rounds),
+        tables_of,
         describe=describe,
         name=cell_name,
         show=show,
         settings={"rounds": options.rounds},
     )
-    for table in tables.backward(record["rows"]):
-        print("\n" + table.markdown())
-    headline = tables.headline(record["rows"])
-    if headline.rows:
-        print("\n" + headline.markdown())
-    return bool(harness.failures(record["rows"]))
 
 
 def sweep_parser(command: str, description: str | None, schedules: Sequence[str]) -> argparse.ArgumentParser:

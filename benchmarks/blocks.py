@@ -21,7 +21,7 @@ from dash_flash_attn.lab import clocks
 from . import harness, tables
 from .accuracy import oracle
 from .harness import Row
-from .systems import AUTO, OURS, UNORDERED, System, add_arguments, behind_auto, chosen
+from .systems import AUTO, OURS, UNORDERED, System, add_arguments, behind_auto, chosen, with_auto
 
 TOKENS = 16384
 
@@ -324,9 +324,7 @@ def measure_cell(
             rows[name] |= {"ms": statistics.median(ms), "round_ms": [round(t, 4) for t in ms]}
         for name, error in errors.items():
             rows[name]["error"] = error
-    if alias:
-        rows[AUTO] = {**rows[alias], "system": AUTO, "measured_as": alias}
-    return list(rows.values())
+    return with_auto(rows, alias)
 
 
 def describe(cell: BlockCell) -> Row:
@@ -352,18 +350,16 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if options.quick and options.schedules == list(OURS):
         options.schedules = ["naive", AUTO, UNORDERED]
-    harness.require_kernels()
-    record = harness.measure(
+    return harness.run(
         "blocks",
         options,
         QUICK if options.quick else FULL,
         partial(measure_cell, systems=chosen(options), rounds=options.rounds),
+        lambda rows: [tables.blocks(rows)],
         describe=describe,
         show=show,
         settings={"rounds": options.rounds, "sizes": {m.name: sizes(m) for m in MODELS}},
     )
-    print("\n" + tables.blocks(record["rows"]).markdown())
-    return bool(harness.failures(record["rows"]))
 
 
 def sizes(model: Model) -> str:

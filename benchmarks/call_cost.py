@@ -91,15 +91,13 @@ def main(argv: Sequence[str]) -> int:
     parser = harness.parser("call_cost", __doc__)
     add_arguments(parser, (AUTO,))
     options = parser.parse_args(argv)
-    harness.require_kernels()
-    record = harness.measure(
+    return harness.run(
         "call_cost",
         options,
         QUICK if options.quick else FULL,
         partial(measure_cell, systems=chosen(options), bunches=9 if options.quick else 25),
+        lambda rows: [tables.call_cost(rows)],
         describe=describe,
         name=cell_name,
         show=show,
     )
-    print("\n" + tables.call_cost(record["rows"]).markdown())
-    return bool(harness.failures(record["rows"]))

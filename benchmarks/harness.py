@@ -285,6 +285,29 @@ def measure(
     return record
 
 
+def run(
+    command: str,
+    options: argparse.Namespace,
+    cells: Sequence[Cell],
+    measure_cell: Callable[[Cell], list[Row]],
+    tables: Callable[[list[Row]], Iterable[Any]],
+    **columns: Any,
+) -> int:
+    """A command from its options to its exit status: `measure`, and the tables of its rows.
+
+    Args:
+        command, options, cells, measure_cell, columns: see `measure`.
+        tables: of all rows; each has `markdown()`.
+
+    Returns 1 if a row failed. Ends the program where our kernels cannot run.
+    """
+    require_kernels()
+    rows = measure(command, options, cells, measure_cell, **columns)["rows"]
+    for table in tables(rows):
+        print("\n" + table.markdown())
+    return int(bool(failures(rows)))
+
+
 def row_name(row: Row) -> str:
     """The columns that say what a row is about."""
     return " ".join(str(row[key]) for key in ("cell", "model", "system") if key in row)

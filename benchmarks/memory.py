@@ -38,15 +38,13 @@ def main(argv: Sequence[str]) -> int:
     parser = harness.parser("memory", __doc__)
     add_arguments(parser, (AUTO, UNORDERED))
     options = parser.parse_args(argv)
-    harness.require_kernels()
-    record = harness.measure(
+    return harness.run(
         "memory",
         options,
         QUICK if options.quick else FULL,
         partial(measure_cell, systems=chosen(options)),
+        lambda rows: [tables.memory(rows)],
         describe=describe,
         name=cell_name,
         show=show,
     )
-    print("\n" + tables.memory(record["rows"]).markdown())
-    return bool(harness.failures(record["rows"]))

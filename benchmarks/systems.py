@@ -236,6 +236,13 @@ def behind_auto(names: Sequence[str], seqlen: int, head_dim: int, causal: bool) 
     return schedule if AUTO in names and schedule in names else None
 
 
+def with_auto(rows: dict[str, Row], alias: str | None) -> list[Row]:
+    """The rows of a cell's systems, with that of `behind_auto`'s schedule as "auto"'s, if there is one."""
+    if alias:
+        rows[AUTO] = {**rows[alias], "system": AUTO, "measured_as": alias}
+    return list(rows.values())
+
+
 def row_of_each(
     shape: Shape, systems: Sequence[System], measure: Callable[[System], Row], **columns: Any
 ) -> list[Row]:
@@ -255,9 +262,7 @@ def row_of_each(
             row["error"] = harness.one_line(error)
             harness.check_gpu()
         rows[system.name] = row
-    if alias:
-        rows[AUTO] = {**rows[alias], "system": AUTO, "measured_as": alias}
-    return list(rows.values())
+    return with_auto(rows, alias)
 
 
 def _names(text: str) -> list[str]:

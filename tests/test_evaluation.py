@@ -125,6 +125,26 @@ def measure(tmp_path, cells, measure_cell):
     return record
 
 
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_run_prints_its_tables_and_fails_if_a_row_did(tmp_path, monkeypatch, capsys, broken):
+    monkeypatch.setattr(harness, "require_kernels", lambda: None)
+
+    def measure_cell(cell):
+        if broken and cell == 2:
+            raise ValueError("no such cell")
+        return [{"cell": str(cell), "x": cell}]
+
+    status = harness.run(
+        "kind", argparse.Namespace(quick=True, out=tmp_path / "record.json"), [1, 2], measure_cell,
+        lambda rows: [tables.Table(f"{len(rows)} {word}", ["a"], [["b"]]) for word in ("first", "second")],
+        describe=lambda cell: {"cell": str(cell)}, show=lambda row: f"shown {row['x']}",
+    )  # fmt: skip
+    assert status == int(broken)
+    text = capsys.readouterr().out
+    assert text.index("**2 first**") < text.index("**2 second**")
+    assert len(json.loads((tmp_path / "record.json").read_text())["rows"]) == 2
+
+
 def test_a_failed_cell_is_marked_and_the_next_one_follows(tmp_path, capsys):
     def measure_cell(cell):
         if cell == 2:
