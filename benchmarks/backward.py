@@ -42,7 +42,8 @@ def measure_cell(
         device: where.
     """
     tensors = inputs(shape, device)
-    alias = behind_auto([s.name for s in systems], shape.seqlen, shape.head_dim, shape.causal)
+    group = shape.heads // shape.kv_heads
+    alias = behind_auto([s.name for s in systems], shape.seqlen, shape.head_dim, shape.causal, group)
     runs: dict[str, clocks.Run] = {}
     rows = {system.name: {**describe(shape), "system": system.name} for system in systems}
     for system in systems:

@@ -303,7 +303,8 @@ def measure_cell(
     def step(system: System) -> tuple[Tensor, ...]:
         return torch.autograd.grad(block(x, system.attention), wanted, dout)
 
-    alias = behind_auto([s.name for s in systems], seqlen + model.extra, model.head_dim, model.causal)
+    group = model.heads // model.kv_heads
+    alias = behind_auto([s.name for s in systems], seqlen + model.extra, model.head_dim, model.causal, group)
     rows = {system.name: {**describe(cell), "system": system.name} for system in systems}
     runs = {}
     for system in systems:

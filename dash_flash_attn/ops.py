@@ -42,9 +42,16 @@ _FORWARD = torch.ops.dash_flash_attn.forward.default
 _BACKWARD = torch.ops.dash_flash_attn.backward.default
 
 
-def auto_schedule(seqlen_q: int, seqlen_k: int, head_dim: int, causal: bool) -> str:
-    """The schedule behind "auto". A function of the shape alone, since the bits depend on it."""
+def auto_schedule(seqlen_q: int, seqlen_k: int, head_dim: int, causal: bool, group: int = 1) -> str:
+    """The schedule behind "auto". A function of the shape alone, since the bits depend on it.
+
+    group: query heads for each KV head.
+    """
     if not causal:
+        return "shift"
+    # Chains that climb from the diagonal don't mind late starts, but walk a group's heads far apart, and the last
+    # ones issued are the longer ones (docs/schedules.md, "auto").
+    if head_dim == 128 and group == 1 and seqlen_q == seqlen_k:
         return "shift"
     # Above 128 KV tiles half of them are more than one cycle, and waiting in line costs less than that, but
     # not at head dimension 64, where a reduction takes longer (docs/lab.md, "Above 128 KV tiles").
@@ -89,7 +96,7 @@ def _backward_cpu(dout, q, k, v, out, lse, softmax_scale, causal, schedule, dete
     if q.numel() == 0 or k.numel() == 0:
         return _zero_gradients(q, k, v)
     if schedule == "auto":
-        schedule = auto_schedule(q.shape[1], k.shape[1], q.shape[3], causal)
+        schedule = auto_schedule(q.shape[1], k.shape[1], q.shape[3], causal, q.shape[2] // k.shape[2])
     return reference.backward(dout, q, k, v, out, lse, softmax_scale, causal, schedule)
 
 
@@ -106,7 +113,7 @@ def _backward_cuda(dout, q, k, v, out, lse, softmax_scale, causal, schedule, det
         _warn_once(reason)
         return _backward_flash2(dout, q, k, v, out, lse, softmax_scale, causal, deterministic)
     if schedule == "auto":
-        schedule = auto_schedule(seqlen_q, seqlen_k, head_dim, causal)
+        schedule = auto_schedule(seqlen_q, seqlen_k, head_dim, causal, heads_q // heads_k)
     q, k, v, out, dout = map(addressable, (q, k, v, out, dout))
     lse = lse.contiguous()
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))

@@ -360,7 +360,12 @@ def _in_blocks(policy: _native.Policy, num_heads: int, heads_per_block: int) -> 
         raise ValueError(f"heads_per_block is {heads_per_block}, not positive")
     order = policy.chain_table(1)[:, 1]
     ends = [policy.cycle_end(claim, 1) for claim in range(len(order))]
-    cycles = np.split(order, np.unique(ends)[:-1])
+    if policy.waits_in_line or len(set(ends)) < len(order):
+        cycles = np.split(order, np.unique(ends)[:-1])
+    else:  # no cycles, but stretches of one head: where, of two heads in a block, the head changes
+        two = policy.chain_table(2)
+        changes = np.flatnonzero(np.diff(two[:, 0])) + 1
+        cycles = [run[:, 1] for run in np.split(two, changes) if run[0, 0] == 0]
     heads = range(num_heads)
     return np.array(
         [

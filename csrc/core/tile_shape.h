@@ -15,4 +15,10 @@ constexpr DASH_HD TileShape tile_shape(int head_dim) {
     return head_dim == 64 ? TileShape{128, 128} : TileShape{64, 128};
 }
 
+// How many rows of O and dO are read at a time for the row statistics.
+constexpr int kStatisticsRows = 16;
+
+// In how many pieces the parts of a KV tile add their dK and dV.
+constexpr int kPartPieces = 4;
+
 }  // namespace dash

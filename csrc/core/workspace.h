@@ -31,10 +31,11 @@ inline schedule::TileGrid tile_grid(BackwardParams const& p) {
 // reads them.
 struct WorkspaceLayout {
     int64_t dq_sum = 0;   // float (batch * heads_q, q_tiles, q_rows * head_dim)
-    int64_t dkv_sum;      // float (batch * heads_k, kv_tiles, 2, kv_rows * head_dim), if parts > 1
+    int64_t dkv_sum;      // float (batch * heads_k, kv_tiles, kPartPieces, ...), if parts > 1
     int64_t dq_tickets;   // uint32 (batch * heads_q, q_tiles): reductions done
-    int64_t dkv_tickets;  // uint32 (batch * heads_k, kv_tiles): parts done
-    int64_t claims;       // uint32: chains claimed
+    int64_t dkv_tickets;  // uint32 (batch * heads_k, kv_tiles, kPartPieces): parts done
+    int64_t claims;       // uint32: chains claimed, query tiles claimed for their statistics; then, for each of
+                          // batch * heads_q, query tiles whose statistics are there
     int64_t counters;     // uint32 words from dq_tickets on, all cleared by prepare
     int64_t bytes;
 };
@@ -51,8 +52,8 @@ inline WorkspaceLayout workspace_layout(BackwardParams const& p) {
     w.dkv_sum = w.dq_sum + dq_bytes;
     w.dq_tickets = w.dkv_sum + dkv_bytes;
     w.dkv_tickets = w.dq_tickets + q_tiles * 4;
-    w.claims = w.dkv_tickets + (parts > 1 ? kv_tiles * 4 : 0);
-    w.bytes = w.claims + 4;
+    w.claims = w.dkv_tickets + (parts > 1 ? kv_tiles * kPartPieces * 4 : 0);
+    w.bytes = w.claims + 8 + int64_t(p.batch) * p.heads_q * 4;
     w.counters = (w.bytes - w.dq_tickets) / 4;
     return w;
 }

@@ -10,11 +10,14 @@ namespace dash {
 
 struct KernelArguments {
     // Descriptors for bulk tensor copies: (feature, row, head, batch).
-    CUtensorMap q, k, v, dout;
-    CUtensorMap statistics;  // the rows of dQ seen as fp32: (4, pair of rows, head, batch)
+    CUtensorMap q, k, v, dout, dv;
+    CUtensorMap out_rows, dout_rows;  // a few rows at a time, for the statistics
+    CUtensorMap statistics;           // the rows of dQ seen as fp32: (4, pair of rows, head, batch)
 
     schedule::TileGrid grid;
-    int heads_q, heads_k;
+    int q_tiles, kv_tiles;  // the grid would have to divide
+    int blind_tiles;        // query tiles that see no key: the first ones
+    int batch, heads_q, heads_k;
     int parts;  // CTAs that share the query heads of a KV head
     int heads_per_part;
     int chain_heads;  // batch * heads_k * parts: what the schedule calls heads
@@ -25,12 +28,15 @@ struct KernelArguments {
     uint64_t wait_limit_ns;
     StuckReport* stuck;
 
+    float const* lse;
     float* dq_sum;
     float* dkv_sum;
     uint32_t* dq_tickets;
     uint32_t* dkv_tickets;
     uint32_t* claims;
-    MatrixView dq, dk, dv;
+    uint32_t* statistics_claims;
+    uint32_t* statistics_done;
+    MatrixView dq, dk;
 };
 
 }  // namespace dash

@@ -5,11 +5,13 @@
 #include "launch.cuh"
 #include "loader.cuh"
 #include "math.cuh"
+#include "row_statistics.cuh"
 #include "writer.cuh"
 
 namespace dash {
 
-// One persistent CTA an SM: warpgroup 0 moves data (a loader, three writers), warpgroups 1 and 2 compute.
+// One persistent CTA an SM: warpgroup 0 moves data (a loader, two writers, one who works out
+// row statistics), warpgroups 1 and 2 compute.
 template <class Config, class Policy>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     backward_kernel(__grid_constant__ KernelArguments const args, __grid_constant__ Policy const policy) {
@@ -19,12 +21,17 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if (threadIdx.x == 0) {
         shared.k_full.init(1);
         shared.v_full.init(1);
-        shared.kv_empty.init(Config::kMathThreads);
+        shared.k_empty.init(Config::kMathThreads);
+        shared.dv_full.init(Config::kMathThreads);
         for (auto& barrier : shared.q_full) barrier.init(1);
         for (auto& barrier : shared.q_empty) barrier.init(Config::kMathThreads);
         for (auto& barrier : shared.dout_full) barrier.init(1);
         for (auto& barrier : shared.dout_empty) barrier.init(Config::kMathThreads);
+        for (auto& desk : shared.statistics_desk)
+            for (auto& barrier : desk.full) barrier.init(1);
         for (auto& barrier : shared.dq_total_full) barrier.init(1);
+        for (auto& barrier : shared.part_sum_full) barrier.init(1);
+        for (auto& tile : shared.complete) tile.rows = 0;
         for (auto& barrier : shared.dq_full) barrier.init(Config::kMathThreads);
         for (auto& barrier : shared.dq_empty) barrier.init(32);
         for (auto& barrier : shared.chain_full) barrier.init(1);
@@ -38,12 +45,19 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     int const warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     if (warp < 4) {
         cutlass::arch::warpgroup_reg_dealloc<Config::kServiceRegisters>();
-        if (warp > 0)
-            Writer<Config>(args, shared, warp - 1).run();
+        static_assert(Config::kFirstWriterWarp + Config::kWriterWarps == 4);
+        if (warp == 1)
+            RowStatistics<Config>(args, shared.statistics_desk[0], shared.rows).run();
+        else if (warp >= Config::kFirstWriterWarp)
+            Writer<Config>(args, shared).run();
         else if (cute::elect_one_sync())
             Loader<Config, Policy>(args, policy, shared).run();
     } else {
         cutlass::arch::warpgroup_reg_alloc<Config::kMathRegisters>();
+        // In the beginning all wait for statistics: the first math warps help, in memory that is not needed yet.
+        if (warp < 4 + Config::kStatisticsHelpers)
+            RowStatistics<Config>(args, shared.statistics_desk[warp - 3], shared.helper_rows(warp - 4)).run(2);
+        __syncwarp();
         Math<Config>(args, shared).run();
     }
 }

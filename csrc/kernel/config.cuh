@@ -35,6 +35,19 @@ struct alignas(16) StepSlot {
     int contributors;
 };
 
+// Where a complete dQ tile that lies in a staging buffer belongs. No rows: the buffer is just free.
+template <class Element>
+struct CompleteTile {
+    Element* dq;
+    int rows;  // up to the end of the tensor
+};
+
+// What a writer would keep in registers if it had more of them.
+struct WriterNotes {
+    Work work;  // of the running chain
+    uint32_t chains, end, totals_read;
+};
+
 // Where the `count`-th thing lies in a ring of `kDepth` buffers, and the parity of its round, which the
 // barriers' phases follow. Roles keep the count alone: one register for all rings that advance together.
 template <int kDepth>
@@ -52,16 +65,20 @@ struct Config {
     static constexpr int kQRows = tile_shape(kHeadDim).q_rows;
     static constexpr int kKvRows = tile_shape(kHeadDim).kv_rows;
 
-    // Q is held longest, from S until dK is done, and its next tile is needed first.
-    static constexpr int kQStages = 3;
+    static constexpr int kQStages = kHeadDim == 128 ? 2 : 3;
     static constexpr int kDoutStages = 2;
     static constexpr int kDqStages = 2;
-    static constexpr int kWriterWarps = 3;
+    static constexpr int kWriterWarps = kDqStages;  // one for each buffer
+    static constexpr int kFirstWriterWarp = 2;
+    static constexpr int kPartUses = kPartPieces;  // of the buffers, at the end of a chain whose KV head has several
+    static_assert(kPartUses % (2 * kDqStages) == 0, "a buffer's parity may not depend on it");
+    static constexpr int kRowStages = 2;
+    static constexpr int kStatisticsHelpers = 4;
     static constexpr int kChainSlots = 2;
     using QPlace = RingPlace<kQStages>;
     using DoutPlace = RingPlace<kDoutStages>;
     using DqPlace = RingPlace<kDqStages>;
-    using WriterPlace = RingPlace<kWriterWarps>;
+    using RowsPlace = RingPlace<kRowStages>;
     using ChainPlace = RingPlace<kChainSlots>;
     static constexpr int kStepSlots = 8;  // the loader is at most six steps ahead of the slowest writer
 
@@ -125,29 +142,54 @@ struct Config {
     static_assert(kQRows * kHeadDim == 64 * 64 * kMathWarpgroups, "a dQ tile is one 64 x 64 block a warpgroup");
 
     static constexpr int kDqTileFloats = kQRows * kHeadDim;
-    static constexpr int kDkvTileFloats = kKvRows * kHeadDim;
+    static constexpr int kPartFloats = 2 * kKvRows * kHeadDim / kPartUses;
+    static_assert(kPartFloats <= kDqTileFloats);
 
     using Barrier = cutlass::arch::ClusterBarrier;
     using TransferBarrier = cutlass::arch::ClusterTransactionBarrier;
 
+    // A query tile whose row statistics are being worked out; `batch` is negative if there is none.
+    struct StatisticsTile {
+        int batch, q_head, first_row;
+        float const* lse;
+        Element* dq;
+        uint32_t* done;  // the counter of its head
+    };
+    struct StatisticsDesk {
+        StatisticsTile tile[2];  // in hand, next
+        TransferBarrier full[kRowStages];
+    };
+    using Rows = Element[kRowStages][2][kStatisticsRows * kHeadDim];  // of O and dO
+
     struct alignas(1024) Shared {
         alignas(1024) Element k[kKvRows * kHeadDim];
-        alignas(1024) Element v[kKvRows * kHeadDim];
+        alignas(1024) Element v[kKvRows * kHeadDim];  // and at the end of a chain dV
         alignas(1024) Element q[kQStages][kQRows * kHeadDim];
         alignas(1024) Element dout[kDoutStages][kQRows * kHeadDim];
         alignas(1024) Element ds[kKvRows * kQRows];
-        alignas(1024) float dq[kDqStages][kDqTileFloats];      // see StagedTile
+        alignas(1024) float dq[kDqStages][kDqTileFloats];  // see StagedTile
+        alignas(1024) Rows rows;
         alignas(128) float4 statistics[kQStages][kQRows / 2];  // (LSE, LSE, D, D) of two neighbouring queries
         QueryTile q_tile[kQStages];
         StepSlot step[kStepSlots];
         Work work[kChainSlots];
-        schedule::HeadWalk walk;  // the loader's
+        // The loader's, who has few registers: the walk, and of how many heads, the first ones, statistics are there.
+        schedule::HeadWalk walk;
+        int heads_ready;
+        uint32_t loader_chains;
+        WriterNotes writer_notes[kWriterWarps];
+        CompleteTile<Element> complete[kDqStages];
+        StatisticsDesk statistics_desk[1 + kStatisticsHelpers];
 
-        TransferBarrier k_full, v_full, q_full[kQStages], dout_full[kDoutStages], dq_total_full[kWriterWarps];
-        Barrier kv_empty, q_empty[kQStages], dout_empty[kDoutStages];
-        Barrier dq_full[kWriterWarps], dq_empty[kDqStages];  // full: for the writer whose turn it is
+        TransferBarrier k_full, v_full, q_full[kQStages], dout_full[kDoutStages];
+        TransferBarrier dq_total_full[kWriterWarps], part_sum_full[kWriterWarps];
+        Barrier k_empty, dv_full, q_empty[kQStages], dout_empty[kDoutStages];
+        Barrier dq_full[kDqStages], dq_empty[kDqStages];
         Barrier chain_full[kChainSlots], chain_empty[kChainSlots];
+
+        __device__ Rows& helper_rows(int helper) { return reinterpret_cast<Rows*>(dq)[helper]; }
     };
+    static_assert(kStatisticsHelpers * sizeof(Rows) <= sizeof(Shared::dq));
     static_assert(sizeof(Shared) <= 232448, "shared memory of one CTA on sm_90");
 };
 

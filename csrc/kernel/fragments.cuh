@@ -45,6 +45,11 @@ __device__ __forceinline__ void store_blocks(uint32_t (&words)[4], Element* firs
 template <class Config>
 struct StagedTile {
     __device__ static int offset(int row, int column) { return row * Config::kHeadDim + (column ^ (row % 4 * 8)); }
+
+    // From the address of a piece to that of the same columns `rows` below, if that changes row % 4 as by an XOR.
+    __device__ static uint32_t below(uint32_t address, int rows) {
+        return (address ^ rows % 4 * 8 * uint32_t(sizeof(float))) + rows * Config::kHeadDim * uint32_t(sizeof(float));
+    }
 };
 
 }  // namespace dash

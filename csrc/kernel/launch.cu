@@ -1,5 +1,6 @@
 // The C interface of core/backward.h.
 
+#include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <exception>
@@ -127,7 +128,7 @@ void validate(BackwardParams const& p) {
 
 struct WorkspacePointers {
     float *dq_sum, *dkv_sum;
-    uint32_t *dq_tickets, *dkv_tickets, *claims;
+    uint32_t *dq_tickets, *dkv_tickets, *claims, *statistics_claims, *statistics_done;
 
     WorkspacePointers(BackwardParams const& p, WorkspaceLayout const& layout) {
         auto* const base = static_cast<unsigned char*>(p.workspace);
@@ -136,8 +137,17 @@ struct WorkspacePointers {
         dq_tickets = reinterpret_cast<uint32_t*>(base + layout.dq_tickets);
         dkv_tickets = reinterpret_cast<uint32_t*>(base + layout.dkv_tickets);
         claims = reinterpret_cast<uint32_t*>(base + layout.claims);
+        statistics_claims = claims + 1;
+        statistics_done = claims + 2;
     }
 };
+
+// How many query tiles see no key, which are the first ones.
+int blind_tiles(schedule::TileGrid const& grid) {
+    int tiles = 0;
+    while (tiles < grid.q_tiles() && grid.contributors(tiles) == 0) ++tiles;
+    return tiles;
+}
 
 int prepare(BackwardParams const& p) {
     validate(p);
@@ -145,19 +155,22 @@ int prepare(BackwardParams const& p) {
     stuck_report();  // fails, if it does, before the first launch
     WorkspaceLayout const layout = workspace_layout(p);
     WorkspacePointers const workspace(p, layout);
-    bool const clear_sum = !p.ordered;
-    PrepareArguments const args{p.out,
-                                p.dout,
-                                p.dq,
-                                p.lse,
-                                tile_grid(p),
-                                p.heads_q,
-                                workspace.dq_tickets,
-                                layout.counters,
-                                clear_sum ? reinterpret_cast<float4*>(workspace.dq_sum) : nullptr,
-                                clear_sum ? (layout.dkv_sum - layout.dq_sum) / 16 : 0};
+    schedule::TileGrid const grid = tile_grid(p);
+    PrepareArguments args{};
+    args.counters = workspace.dq_tickets;
+    args.counter_words = layout.counters;
+    if (!p.ordered) {
+        args.dq_sum = reinterpret_cast<float4*>(workspace.dq_sum);
+        args.dq_sum_quads = (layout.dkv_sum - layout.dq_sum) / 16;
+    }
+    args.dq = p.dq;
+    args.heads_q = p.heads_q;
+    args.blind_rows_a_head = schedule::min_of(blind_tiles(grid) * grid.q_rows, p.seqlen_q);
+    args.blind_rows = int64_t(p.batch) * p.heads_q * args.blind_rows_a_head;
+
+    int64_t const most = std::max({args.counter_words, args.dq_sum_quads, args.blind_rows * p.head_dim / 8});
     cudaLaunchConfig_t config{};
-    config.gridDim = dim3(schedule::ceil_div(p.seqlen_q, kPrepareRows), p.heads_q, p.batch);
+    config.gridDim = unsigned(std::min((most + kPrepareThreads - 1) / kPrepareThreads, int64_t(4096)));
     config.blockDim = kPrepareThreads;
     config.stream = static_cast<cudaStream_t>(p.stream);
     check(with_types(p,
@@ -186,11 +199,18 @@ int run(BackwardParams const& p) {
     args.dout = tiles("dout", p.dout, p.seqlen_q, p.heads_q, shape.q_rows);
     args.k = tiles("k", p.k, p.seqlen_k, p.heads_k, shape.kv_rows);
     args.v = tiles("v", p.v, p.seqlen_k, p.heads_k, shape.kv_rows);
+    args.dv = tiles("dv", p.dv, p.seqlen_k, p.heads_k, shape.kv_rows);
+    args.out_rows = tiles("out", p.out, p.seqlen_q, p.heads_q, kStatisticsRows);
+    args.dout_rows = tiles("dout", p.dout, p.seqlen_q, p.heads_q, kStatisticsRows);
     // Two rows of dQ are one row of four floats, and more that the map leaves out.
     MatrixView const pairs{p.dq.data, p.dq.batch_stride / 2, p.dq.row_stride, p.dq.head_stride / 2};
     args.statistics = tensor_map("dq", pairs, {4, schedule::ceil_div(p.seqlen_q, 2), p.heads_q, p.batch}, 4,
                                  shape.q_rows / 2, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4, CU_TENSOR_MAP_SWIZZLE_NONE);
 
+    args.q_tiles = args.grid.q_tiles();
+    args.kv_tiles = args.grid.kv_tiles();
+    args.blind_tiles = blind_tiles(args.grid);
+    args.batch = p.batch;
     args.heads_q = p.heads_q;
     args.heads_k = p.heads_k;
     args.parts = query_head_parts(p.heads_q, p.heads_k, args.grid.kv_tiles(), args.grid.causal);
@@ -202,14 +222,16 @@ int run(BackwardParams const& p) {
     args.scale_log2 = p.softmax_scale * 1.4426950408889634f;
     args.wait_limit_ns = p.wait_limit_ns;
     args.stuck = stuck_report();
+    args.lse = p.lse;
     args.dq_sum = workspace.dq_sum;
     args.dkv_sum = workspace.dkv_sum;
     args.dq_tickets = workspace.dq_tickets;
     args.dkv_tickets = workspace.dkv_tickets;
     args.claims = workspace.claims;
-    args.dq = p.dq;
     args.dk = p.dk;
-    args.dv = p.dv;
+    args.statistics_claims = workspace.statistics_claims;
+    args.statistics_done = workspace.statistics_done;
+    args.dq = p.dq;
 
     Launcher const launch = with_types(
         p, [&](auto element, auto head_dim) { return launcher_for<decltype(element), head_dim>(p.schedule); });
@@ -240,11 +262,20 @@ DASH_EXPORT int dash_stuck_report(char* message, size_t message_size) {
         dash::StuckReport const* const report = dash::the_stuck_report;
         if (!report || report->sum == dash::StuckReport::none) return 0;
         dash::StuckReport const& r = *report;
-        std::snprintf(message, message_size,
-                      "dash_flash_attn: a wait without end. KV tile %d waits for its turn %u at %s tile %d of head %d, "
-                      "batch entry %d, whose ticket stands at %u.",
-                      r.kv_tile, r.turn, r.sum == dash::StuckReport::query_tile ? "query" : "KV", r.tile, r.head,
-                      r.batch, r.ticket);
+        auto const write = [&](char const* format, auto... values) {
+            std::snprintf(message, message_size, format, values...);
+        };
+        if (r.sum == dash::StuckReport::row_statistics)
+            write(
+                "dash_flash_attn: a wait without end. KV tile %d waits for the row statistics of head %d, batch entry "
+                "%d: they are there for %u of %u query tiles.",
+                r.kv_tile, r.head, r.batch, r.ticket, r.turn);
+        else
+            write(
+                "dash_flash_attn: a wait without end. KV tile %d waits for its turn %u at %s tile %d of head %d, "
+                "batch entry %d, whose ticket stands at %u.",
+                r.kv_tile, r.turn, r.sum == dash::StuckReport::query_tile ? "query" : "KV", r.tile, r.head, r.batch,
+                r.ticket);
         return 1;
     });
 }

@@ -2,7 +2,7 @@
 
 #include "arguments.cuh"
 #include "config.cuh"
-#include "ptx.cuh"
+#include "ordering.cuh"
 
 namespace dash {
 
@@ -25,13 +25,14 @@ struct Loader {
     __device__ void run() {
         prefetch_descriptors();
         uint32_t step = 0;
-        for (uint32_t chain_count = 0;; ++chain_count) {
+        for (uint32_t chain_count = 0;; chain_count = ++shared.loader_chains) {
             typename Config::ChainPlace const place(chain_count);
             int const claim = next_claim(chain_count);
             Work& work = shared.work[place.slot];
             if (claim >= args.chains) {
                 work.batch = -1;
                 shared.chain_full[place.slot].arrive();
+                if (chain_count > 0) send_dv(chain_count - 1);
                 return;
             }
             schedule::Chain const chain = policy.chain(claim, args.chain_heads);
@@ -43,19 +44,24 @@ struct Loader {
                     (chain.head % (args.heads_k * args.parts)) * args.heads_per_part,
                     policy.visits(chain.kv_tile) * args.heads_per_part,
                     claim};
+            prefetch_key_value(work);
             shared.chain_full[place.slot].arrive();
 
-            schedule::HeadWalk& walk = shared.walk;  // in shared memory, since registers are few here
+            schedule::HeadWalk& walk = shared.walk;
+            shared.loader_chains = chain_count;
+            shared.heads_ready = 0;
             walk = {policy.heads(work.kv_tile, args.heads_per_part), args.heads_per_part, policy.visits(work.kv_tile)};
 #pragma unroll 1
             for (int left = work.steps; left > 0; --left, ++step, walk.next()) {
                 int const q_tile = policy.visit(work.kv_tile, walk.visit);
                 int const rank = args.ordered ? policy.rank(work.kv_tile, q_tile) : -1;
                 int const q_head = work.first_q_head + walk.head;
-                load_query(work, {q_head, q_tile, rank, policy.grid.contributors(q_tile)}, step);
+                if (walk.head == shared.heads_ready) wait_for_statistics(work, q_head);
+                // dO first: its buffer is free earlier.
                 load_dout(work.batch, q_head, q_tile, step);
+                load_query(work, {q_head, q_tile, rank, policy.grid.contributors(q_tile)}, step);
                 // After the first query tile, whose stages are free before the last chain is done with its K and V.
-                if (left == work.steps) load_key_value(work, chain_count);
+                if (left == work.steps) load_key_value(work, shared.loader_chains);
             }
         }
     }
@@ -76,12 +82,47 @@ struct Loader {
         return int(atomicAdd(args.claims, 1u));
     }
 
+    // Of all query tiles of a head, when the chain comes to the head for the first time.
+    __device__ void wait_for_statistics(Work const& work, int q_head) {
+        uint32_t const turn = args.q_tiles - args.blind_tiles;
+        wait_for_turn(args, args.statistics_done + work.batch * args.heads_q + q_head, turn,
+                      [&] { return StuckReport{StuckReport::row_statistics, work.batch, q_head, 0, work.kv_tile}; });
+        ptx::fence_proxy_async_global();  // they come by a bulk copy
+        ++shared.heads_ready;
+    }
+
     __device__ void load_key_value(Work const& work, uint32_t chain_count) {
-        shared.kv_empty.wait(chain_count & 1 ^ 1);
+        shared.k_empty.wait(chain_count & 1 ^ 1);
         shared.k_full.arrive_and_expect_tx(sizeof(shared.k));
         load_tile<Config::kKvRows>(args.k, shared.k_full, shared.k, work.kv_tile, work.kv_head, work.batch);
+        if (chain_count > 0) send_dv(chain_count - 1);
         shared.v_full.arrive_and_expect_tx(sizeof(shared.v));
         load_tile<Config::kKvRows>(args.v, shared.v_full, shared.v, work.kv_tile, work.kv_head, work.batch);
+    }
+
+    // Waits for the dV of a chain, which takes V's place, and writes it, unless it went to a sum of parts that is not
+    // complete. Rows past the end of the tensor are left out.
+    __device__ void send_dv(uint32_t chain_count) {
+        shared.dv_full.wait(chain_count & 1);
+        Work const& done = shared.work[chain_count % Config::kChainSlots];
+        if (done.part + 1 < args.parts) return;
+        cutlass::arch::fence_view_async_shared();
+#pragma unroll
+        for (int panel = 0; panel < Config::kPanels; ++panel)
+            cute::SM90_TMA_STORE_4D::copy(&args.dv, shared.v + panel * Config::kKvRows * Config::kPanelColumns,
+                                          panel * Config::kPanelColumns, done.kv_tile * Config::kKvRows, done.kv_head,
+                                          done.batch);
+        ptx::bulk_commit();
+        ptx::bulk_wait_read();
+    }
+
+    // Asks for K and V while the chain before is in flight: the memory takes longer than the L2 cache.
+    __device__ void prefetch_key_value(Work const& work) {
+#pragma unroll
+        for (int panel = 0; panel < Config::kPanels; ++panel)
+            for (CUtensorMap const* map : {&args.k, &args.v})
+                cute::SM90_TMA_LOAD_4D::PREFETCH::copy(map, panel * Config::kPanelColumns,
+                                                       work.kv_tile * Config::kKvRows, work.kv_head, work.batch);
     }
 
     __device__ void load_query(Work const& work, StepSlot const& slot, uint32_t step) {
@@ -121,7 +162,8 @@ struct Loader {
     }
 
     __device__ void prefetch_descriptors() {
-        for (CUtensorMap const* map : {&args.q, &args.k, &args.v, &args.dout, &args.statistics})
+        for (CUtensorMap const* map :
+             {&args.q, &args.k, &args.v, &args.dout, &args.statistics, &args.out_rows, &args.dout_rows})
             cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(map));
     }
 };

@@ -5,7 +5,7 @@
 #include "arguments.cuh"
 #include "config.cuh"
 #include "fragments.cuh"
-#include "gradient_store.cuh"
+#include "part_sum.cuh"
 
 namespace dash {
 
@@ -137,7 +137,7 @@ struct Math {
             typename Config::ChainPlace const chain(chain_count);
             shared.chain_full[chain.slot].wait(chain.parity);
             Work const& work = shared.work[chain.slot];
-            if (work.batch < 0) return;
+            if (work.batch < 0) break;
             clear(dk);
             clear(dv);
 
@@ -174,34 +174,43 @@ struct Math {
                     warpgroup_wait<0>();
                     warpgroup_fence_operand(dq);
                     barrier_arrive(WarpBarrier::ds_empty);
-                    stage_dq(dq, step - 1, false);
+                    stage_dq(dq, step - 1, kNotFree, dq_address());
                     break;
                 }
                 publish_ds(ds);
                 issue_scores();
                 issue_dq(dq);
+                warpgroup_wait<2>();
+                release(shared.q_empty[QPlace(step - 1).slot]);
                 wait_for_dout(step);
                 warpgroup_wait<1>();
                 warpgroup_fence_operand(s);
-                release(shared.q_empty[QPlace(step - 1).slot]);
-                bool const stage_free = dq_stage_free(step - 1);
+                int const complete_rows = ask_for_dq_stage(step - 1);
                 if (tile.masked) mask(s, work.kv_tile, tile.tile);
                 Weights p;
                 weigh(p, 0, kSlices / 2);
                 warpgroup_wait<1>();
                 warpgroup_fence_operand(dq);
                 barrier_arrive(WarpBarrier::ds_empty);
-                stage_dq(dq, step - 1, stage_free);
+                stage_dq(dq, step - 1, complete_rows, dq_place);
                 weigh(p, kSlices / 2, kSlices);
             }
             warpgroup_fence_operand(dk);
             warpgroup_fence_operand(dv);
             release(shared.q_empty[QPlace(step - 1).slot]);
-            release(shared.kv_empty);
-
-            GradientStore<Config>(args, work, warpgroup()).store(dk, dv);
+            release(shared.k_empty);
+            if (args.parts > 1) {
+                empty_dq_stage(step, kNotFree, dq_address());
+                empty_dq_stage(step + 1, kNotFree, dq_address());
+                sync_math();  // what follows uses the buffers in another order
+                PartSum<Config>(shared, warpgroup(), work.part + 1 == args.parts, step).pass(dk, dv);
+            }
+            hand_over(dv);
+            if (work.part + 1 == args.parts) store_dk(work, dk);
             release(shared.chain_empty[chain_count % Config::kChainSlots]);
         }
+        empty_dq_stage(step, kNotFree, dq_address());
+        empty_dq_stage(step + 1, kNotFree, dq_address());
     }
 
   private:
@@ -326,6 +335,10 @@ struct Math {
         return cute::cast_smem_ptr_to_uint(shared.ds) + row * 128 + (lane() / 16 ^ row % 8) * 16;
     }
 
+    __device__ static void sync_math() {
+        cutlass::arch::NamedBarrier::sync(Config::kMathThreads, uint32_t(WarpBarrier::math));
+    }
+
     // Writes this warpgroup's dS^T to shared memory and tells the other.
     __device__ void publish_ds(Weights const& ds) {
         cute::Tensor words = cute::recast<uint32_t const>(ds);
@@ -352,31 +365,104 @@ struct Math {
         cutlass::arch::NamedBarrier::sync(Config::kMathThreads, uint32_t(pair) + warpgroup());
     }
 
+    // How the two warpgroups share a dQ tile: this lane's row and the first of its columns.
+    static constexpr bool kSplitColumns = Config::kQRows == 64;
+    __device__ int dq_row() const { return (kSplitColumns ? 0 : warpgroup() * 64) + warp() * 16 + lane() / 4; }
+    __device__ int dq_column() const { return kSplitColumns ? warpgroup() * 64 : 0; }
     __device__ uint32_t dq_address() const {
-        constexpr bool kSplitColumns = Config::kQRows == 64;  // how the two warpgroups share the tile
-        int const row = (kSplitColumns ? 0 : warpgroup() * 64) + warp() * 16 + lane() / 4;
-        int const column = (kSplitColumns ? warpgroup() * 64 : 0) + lane() % 4 * 2;
-        return cute::cast_smem_ptr_to_uint(shared.dq[0]) + StagedTile<Config>::offset(row, column) * 4;
+        return cute::cast_smem_ptr_to_uint(shared.dq[0]) +
+               StagedTile<Config>::offset(dq_row(), dq_column() + lane() % 4 * 2) * 4;
     }
 
-    // Whether the next buffer for dQ is free. Asked ahead: an answer takes as long as a few products.
-    __device__ bool dq_stage_free(uint32_t step) {
-        DqPlace const stage(step);
-        return shared.dq_empty[stage.slot].test_wait(stage.parity ^ 1);
+    // Whether the next buffer for dQ is free and, if it is, how many rows of a complete tile lie there. Asked ahead:
+    // an answer takes as long as a few products.
+    static constexpr int kNotFree = -1;
+    __device__ int ask_for_dq_stage(uint32_t use) {
+        DqPlace const stage(use);
+        return shared.dq_empty[stage.slot].test_wait(stage.parity ^ 1) ? shared.complete[stage.slot].rows : kNotFree;
     }
 
-    // Hands a dQ block to the writers, whose fence makes it visible to the bulk copy.
-    __device__ void stage_dq(DqBlock const& dq, uint32_t step, bool free) {
-        DqPlace const stage(step);
-        if (!free) shared.dq_empty[stage.slot].wait(stage.parity ^ 1);
-        uint32_t const place = dq_place + stage.slot * sizeof(shared.dq[0]);
+    // Waits until a buffer is free, and writes the complete tile that may lie there. A thread reads what it stages
+    // there itself afterwards, so nobody has to wait for others. `rows`: what was answered ahead; `first`: this lane's
+    // place in the first buffer (in the loop it is kept, and elsewhere worked out: registers).
+    __device__ void empty_dq_stage(uint32_t use, int rows, uint32_t first) {
+        DqPlace const stage(use);
+        if (rows == kNotFree) {
+            shared.dq_empty[stage.slot].wait(stage.parity ^ 1);
+            rows = shared.complete[stage.slot].rows;
+        }
+        if (rows > 0) write_complete_tile(stage.slot, rows, first + stage.slot * sizeof(shared.dq[0]));
+    }
+
+    __device__ void write_complete_tile(uint32_t slot, int rows, uint32_t place) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            int const row = dq_row() + half * 8;
+            Element* const target = shared.complete[slot].dq + row * args.dq.row_stride + dq_column();
+#pragma unroll
+            for (int first = 0; first < 8; first += 4) {
+                uint32_t words[4];
+#pragma unroll
+                for (int b = 0; b < 4; ++b) {
+                    float2 const sums = ptx::load_shared<float2>(dq_piece(place, first + b, half));
+                    words[b] = ptx::pack<Element>(sums.x * args.scale, sums.y * args.scale);
+                }
+                store_blocks<Element>(words, target + first * 8, row < rows);
+            }
+        }
+    }
+
+    // Hands a dQ block to the writers, whose fence makes it visible to the bulk copy. `use`: how often buffers were
+    // used before; `rows`: what was answered ahead.
+    __device__ void stage_dq(DqBlock const& dq, uint32_t use, int rows, uint32_t first) {
+        empty_dq_stage(use, rows, first);
+        DqPlace const stage(use);
+        uint32_t const place = first + stage.slot * sizeof(shared.dq[0]);
 #pragma unroll
         for (int b = 0; b < 8; ++b)
 #pragma unroll
             for (int half = 0; half < 2; ++half)
-                ptx::store_shared((place ^ b % 4 * 32) + b / 4 * 128 + half * 8 * Config::kHeadDim * 4,
-                                  dq(4 * b + 2 * half), dq(4 * b + 2 * half + 1));
-        release(shared.dq_full[step % Config::kWriterWarps]);
+                ptx::store_shared(dq_piece(place, b, half), dq(4 * b + 2 * half), dq(4 * b + 2 * half + 1));
+        release(shared.dq_full[stage.slot]);
+    }
+
+    // Of block b of a lane's row, or the row 8 below; `place`: of its first block.
+    __device__ static uint32_t dq_piece(uint32_t place, int b, int half) {
+        return (place ^ b % 4 * 32) + b / 4 * 128 + half * 8 * Config::kHeadDim * 4;
+    }
+
+    // Hands dV to the loader in the place of V, of which each warpgroup reads its own rows only: 64 rows of panels of
+    // 64 columns, whose pieces of 16 bytes are permuted as the tensor map says.
+    __device__ void hand_over(Gradient const& dv) {
+        int const row = warpgroup() * 64 + warp() * 16 + lane() % 16;
+        uint32_t const place = cute::cast_smem_ptr_to_uint(shared.v) + row * 128 + (lane() / 16 ^ row % 8) * 16;
+        auto const pair = [&](int r) { return ptx::pack<Element>(dv(r), dv(r + 1)); };
+#pragma unroll
+        for (int b = 0; b < Config::kHeadDim / 8; b += 2)
+            ptx::store_matrices((place ^ b % 8 * 16) + b / 8 * Config::kKvRows * 128, pair(4 * b), pair(4 * b + 2),
+                                pair(4 * b + 4), pair(4 * b + 6));
+        release(shared.dv_full);
+    }
+
+    // Writes dK from the registers. By the way of shared memory it would keep the next K waiting, which is needed
+    // first: the two gradients together take a few thousand cycles to leave.
+    __device__ void store_dk(Work const& work, Gradient const& dk) {
+        int const row = work.kv_tile * Config::kKvRows + warpgroup() * 64 + warp() * 16 + lane() / 4;
+        Element* const target = static_cast<Element*>(args.dk.data) + work.batch * args.dk.batch_stride +
+                                work.kv_head * args.dk.head_stride + row * args.dk.row_stride;
+#pragma unroll
+        for (int first = 0; first < Config::kHeadDim / 8; first += 4)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                uint32_t words[4];
+#pragma unroll
+                for (int b = 0; b < 4; ++b) {
+                    int const r = 4 * (first + b) + 2 * half;
+                    words[b] = ptx::pack<Element>(dk(r) * args.scale, dk(r + 1) * args.scale);
+                }
+                store_blocks<Element>(words, target + half * 8 * args.dk.row_stride + first * 8,
+                                      row + half * 8 < args.grid.seqlen_k);
+            }
     }
 
     // Every thread arrives for itself. One arrival a warp measured no faster, and racecheck cannot follow it.

@@ -1,6 +1,7 @@
 #pragma once
 
-#include "../core/stuck_report.h"
+#include "arguments.cuh"
+#include "config.cuh"
 #include "ptx.cuh"
 
 namespace dash {
@@ -13,19 +14,26 @@ __device__ __forceinline__ void report_stuck(StuckReport* report, StuckReport co
     __trap();
 }
 
-// Returns when `turn` contributions have landed. What they wrote is then visible to this thread.
-__device__ __forceinline__ void wait_for_turn(uint32_t const* ticket, uint32_t turn, uint64_t limit_ns,
-                                              StuckReport* report, StuckReport::Sum sum, int batch, int head, int tile,
-                                              int kv_tile) {
+// Returns when the ticket stands at `turn`. What was written before is then visible to this
+// thread. `where()` gives the report all that is known beside turn and ticket, and is not asked before it is needed.
+template <class Where>
+__device__ __forceinline__ void wait_for_turn(KernelArguments const& args, uint32_t const* ticket, uint32_t turn,
+                                              Where&& where) {
     constexpr uint32_t kLooksATime = 4096;  // the global timer is slow to read: a look takes longer than a turn
     uint64_t start = 0;
-    for (uint32_t looks = 0, seen; (seen = ptx::load_acquire(ticket)) != turn; ++looks) {
+    for (uint32_t looks = 0;; ++looks) {
+        uint32_t const seen = ptx::load_acquire(ticket);
+        if (seen == turn) return;
         if (looks % kLooksATime != kLooksATime - 1) continue;
         uint64_t const now = ptx::global_timer_ns();
-        if (start == 0)
+        if (start == 0) {
             start = now;
-        else if (now - start > limit_ns)
-            report_stuck(report, {sum, batch, head, tile, kv_tile, turn, seen});
+        } else if (now - start > args.wait_limit_ns) {
+            StuckReport report = where();
+            report.turn = turn;
+            report.ticket = seen;
+            report_stuck(args.stuck, report);
+        }
     }
 }
 

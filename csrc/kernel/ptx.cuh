@@ -58,6 +58,9 @@ __device__ __forceinline__ void bulk_reduce_add(float* sum, float const* shared,
 
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
+// Waits until shared memory has been read and may be written again.
+__device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
 // Waits until the writes have landed. The `.read` form would only say that shared memory has been read.
 __device__ __forceinline__ void bulk_wait_complete() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
@@ -66,16 +69,35 @@ __device__ __forceinline__ void store_shared(uint32_t address, float x, float y)
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
 }
 
-template <class Pair>
-__device__ __forceinline__ Pair load_shared(uint32_t address) {
-    uint2 words;
-    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(words.x), "=r"(words.y) : "r"(address) : "memory");
-    return reinterpret_cast<Pair const&>(words);
+__device__ __forceinline__ void store_shared_quad(uint32_t address, float x, float y, float z, float w) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
+}
+
+// A value of 8 or 16 bytes.
+template <class T>
+__device__ __forceinline__ T load_shared(uint32_t address) {
+    static_assert(sizeof(T) == 8 || sizeof(T) == 16);
+    if constexpr (sizeof(T) == 8) {
+        uint2 words;
+        asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(words.x), "=r"(words.y) : "r"(address) : "memory");
+        return reinterpret_cast<T const&>(words);
+    } else {
+        uint4 words;
+        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+                     : "r"(address)
+                     : "memory");
+        return reinterpret_cast<T const&>(words);
+    }
 }
 
 // 16 bytes at once. An assignment may be taken apart by the compiler, into stores that use a quarter of each sector.
 __device__ __forceinline__ void store_global(void* address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
     asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
+__device__ __forceinline__ void store_global(void* address, uint32_t a, uint32_t b) {
+    asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(address), "r"(a), "r"(b) : "memory");
 }
 
 // Four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
@@ -100,6 +122,15 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
     else
         asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
     return packed;
+}
+
+// And back.
+template <class Element>
+__device__ __forceinline__ float2 unpack(uint32_t packed) {
+    if constexpr (std::is_same_v<Element, cutlass::bfloat16_t>)
+        return {__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u)};
+    else
+        return __half22float2(reinterpret_cast<__half2 const&>(packed));
 }
 
 }  // namespace dash::ptx

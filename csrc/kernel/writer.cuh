@@ -7,9 +7,9 @@
 
 namespace dash {
 
-// Role: three warps that take turns at adding staged dQ tiles to their sums, in the order of the
-// schedule, and at turning a sum that is complete into dQ. A contribution, until it has landed and the
-// next CTA knows, takes about as long as the math warps take for a tile: one warp alone would hold them up.
+// Role: two warps, one a staging buffer, that add dQ tiles to their sums in the order of the schedule and fetch a
+// sum that is complete. A contribution, until it has landed and the next CTA knows, takes about as long as the
+// math warps take for a tile: one warp alone would hold them up.
 template <class Config>
 struct Writer {
     using Shared = typename Config::Shared;
@@ -17,63 +17,80 @@ struct Writer {
 
     KernelArguments const& args;
     Shared& shared;
-    int const writer;  // 0 ... kWriterWarps - 1
-    uint32_t totals_read = 0;
 
-    __device__ Writer(KernelArguments const& a, Shared& s, int w) : args(a), shared(s), writer(w) {}
+    __device__ Writer(KernelArguments const& a, Shared& s) : args(a), shared(s) {
+        if (lane() == 0) notes().chains = notes().totals_read = 0;
+        __syncwarp();
+    }
 
     __device__ void run() {
-        uint32_t step = 0;
-        for (uint32_t chain_count = 0;; ++chain_count) {
-            typename Config::ChainPlace const place(chain_count);
-            shared.chain_full[place.slot].wait(place.parity);
-            Work const& work = shared.work[place.slot];
-            if (work.batch < 0) return;
+        // How often buffers were used, but for the uses by parts, which are a multiple of the buffers' period.
+        uint32_t use = 0;
+        while (begin_chain(use)) {
 #pragma unroll 1
-            for (uint32_t const end = step + work.steps; step < end; ++step)
-                if (int(step % Config::kWriterWarps) == writer) write_tile(work, step);
-            shared.chain_empty[chain_count % Config::kChainSlots].arrive();
+            for (; use < notes().end; ++use)
+                if (is_mine(use)) write_tile(use);
+            if (args.parts > 1)
+#pragma unroll 1
+                for (int half = 0; half < Config::kPartUses; ++half)
+                    if (is_mine(use + half)) pass_part(half, use + half);
+            shared.chain_empty[(notes().chains - 1) % Config::kChainSlots].arrive();
         }
     }
 
   private:
     __device__ static int lane() { return ptx::thread_index() % 32; }
+    // And the number of its buffer. Asked for where it is needed: registers are few.
+    __device__ static int writer() { return ptx::thread_index() / 32 - Config::kFirstWriterWarp; }
 
-    __device__ void write_tile(Work const& work, uint32_t step) {
-        shared.dq_full[writer].wait(typename Config::WriterPlace(step).parity);
-        float* const staged = shared.dq[step % Config::kDqStages];
-        StepSlot const& slot = shared.step[step % Config::kStepSlots];
-        bool complete = false;
-        if (lane() == 0) complete = contribute(work, slot, staged);
-        complete = __shfl_sync(0xffffffffu, complete, 0);
-        __syncwarp();  // a shuffle alone orders no memory: the total came by lane 0
-        if (complete) finish(work.batch, slot, staged);
-        shared.dq_empty[step % Config::kDqStages].arrive();
+    __device__ WriterNotes& notes() { return shared.writer_notes[writer()]; }
+    __device__ Work const& work() { return notes().work; }
+
+    // Waits for the next chain. Returns false if there is none.
+    __device__ bool begin_chain(uint32_t use) {
+        typename Config::ChainPlace const place(notes().chains);
+        shared.chain_full[place.slot].wait(place.parity);
+        __syncwarp();
+        if (lane() == 0) {
+            notes().work = shared.work[place.slot];
+            notes().end = use + work().steps;
+            ++notes().chains;
+        }
+        __syncwarp();
+        return work().batch >= 0;
+    }
+
+    __device__ bool is_mine(uint32_t use) const { return int(use % Config::kDqStages) == writer(); }
+
+    __device__ void write_tile(uint32_t use) {
+        shared.dq_full[writer()].wait(typename Config::DqPlace(use).parity);
+        if (lane() == 0) {
+            StepSlot const& slot = shared.step[use % Config::kStepSlots];
+            shared.complete[writer()].rows = 0;
+            if (contribute(slot, shared.dq[writer()])) leave_total(slot);
+        }
+        __syncwarp();
+        shared.dq_empty[writer()].arrive();
     }
 
     // Adds the staged tile when its turn has come. Returns whether that was the last contribution; the
     // total is then in the tile's place.
-    __device__ bool contribute(Work const& work, StepSlot const& slot, float* staged) {
+    __device__ bool contribute(StepSlot const& slot, float* staged) {
         if (slot.contributors == 1) return true;
         constexpr uint32_t kBytes = Config::kDqTileFloats * sizeof(float);
-        int64_t const tile = (int64_t(work.batch) * args.heads_q + slot.q_head) * args.grid.q_tiles() + slot.q_tile;
-        float* const sum = args.dq_sum + tile * Config::kDqTileFloats;
+        // All chains are fewer than 2^30, and so the query tiles than 2^31.
+        uint32_t const tile = (work().batch * args.heads_q + slot.q_head) * args.q_tiles + slot.q_tile;
         uint32_t* const ticket = args.dq_tickets + tile;
 
         int const rank = slot.rank;
         if (rank > 0) {
-            wait_for_turn(ticket, rank, args.wait_limit_ns, args.stuck, StuckReport::query_tile, work.batch,
-                          slot.q_head, slot.q_tile, work.kv_tile);
+            wait_for_turn(args, ticket, rank, [&] {
+                return StuckReport{StuckReport::query_tile, work().batch, slot.q_head, slot.q_tile, work().kv_tile};
+            });
             ptx::fence_proxy_async_global();
         }
-        cutlass::arch::fence_view_async_shared();  // what the math warps staged, for the copy
-        if (rank == 0)
-            cute::SM90_BULK_COPY_S2G::copy(staged, sum, kBytes);
-        else
-            ptx::bulk_reduce_add(sum, staged, kBytes);
-        ptx::bulk_commit();
-        ptx::bulk_wait_complete();
-        ptx::fence_proxy_async_global();
+        float* const sum = args.dq_sum + int64_t(tile) * Config::kDqTileFloats;
+        add(staged, sum, kBytes, rank == 0);
 
         bool last = rank + 1 == slot.contributors;
         if (rank < 0)
@@ -82,31 +99,66 @@ struct Writer {
             ptx::add_release(ticket, 1);
         if (!last) return false;
         ptx::fence_proxy_async_global();
-        auto& full = shared.dq_total_full[writer];
+        auto& full = shared.dq_total_full[writer()];
         full.arrive_and_expect_tx(kBytes);
         cute::SM90_BULK_COPY_G2S::copy(sum, reinterpret_cast<uint64_t*>(&full), staged, kBytes);
-        full.wait(totals_read++ & 1);
+        full.wait(notes().totals_read++ & 1);
         return true;
     }
 
-    // Scales, converts and writes a complete tile, 8 columns of a row at a time.
-    __device__ void finish(int batch, StepSlot const& slot, float const* total) {
-        constexpr int kPiecesARow = Config::kHeadDim / 8;
-        Element* const dq =
-            static_cast<Element*>(args.dq.data) + batch * args.dq.batch_stride + slot.q_head * args.dq.head_stride;
-#pragma unroll 1
-        for (int piece = lane(); piece < Config::kDqTileFloats / 8; piece += 32) {
-            int const row = piece / kPiecesARow;
-            int const column = piece % kPiecesARow * 8;
-            auto const a = *reinterpret_cast<float4 const*>(total + StagedTile<Config>::offset(row, column));
-            auto const b = *reinterpret_cast<float4 const*>(total + StagedTile<Config>::offset(row, column + 4));
-            float const scale = args.scale;
-            uint4 const words{
-                ptx::pack<Element>(a.x * scale, a.y * scale), ptx::pack<Element>(a.z * scale, a.w * scale),
-                ptx::pack<Element>(b.x * scale, b.y * scale), ptx::pack<Element>(b.z * scale, b.w * scale)};
-            int const query = slot.q_tile * Config::kQRows + row;
-            if (query < args.grid.seqlen_q) *reinterpret_cast<uint4*>(dq + query * args.dq.row_stride + column) = words;
+    // Returns when the sum has landed.
+    __device__ void add(float const* staged, float* sum, uint32_t bytes, bool first) {
+        cutlass::arch::fence_view_async_shared();  // what the math warps staged, for the copy
+        if (first)
+            cute::SM90_BULK_COPY_S2G::copy(staged, sum, bytes);
+        else
+            ptx::bulk_reduce_add(sum, staged, bytes);
+        ptx::bulk_commit();
+        ptx::bulk_wait_complete();
+        ptx::fence_proxy_async_global();
+    }
+
+    // Half of a part's dK or dV: adds it to the sum or, in the last part, brings the math warps the sum of the others.
+    __device__ void pass_part(int half, uint32_t use) {
+        shared.dq_full[writer()].wait(typename Config::DqPlace(use).parity);
+        if (lane() == 0) {
+            constexpr uint32_t kBytes = Config::kPartFloats * sizeof(float);
+            // All chains are fewer than 2^30.
+            uint32_t const piece =
+                ((work().batch * args.heads_k + work().kv_head) * args.kv_tiles + work().kv_tile) * Config::kPartUses +
+                half;
+            uint32_t* const ticket = args.dkv_tickets + piece;
+            shared.complete[writer()].rows = 0;
+            auto& sum_full = shared.part_sum_full[writer()];
+            if (work().part > 0) {
+                wait_for_turn(args, ticket, work().part, [&] {
+                    return StuckReport{StuckReport::kv_tile_parts, work().batch, work().kv_head, work().kv_tile,
+                                       work().kv_tile};
+                });
+                ptx::fence_proxy_async_global();
+            }
+            float* const sum = args.dkv_sum + int64_t(piece) * Config::kPartFloats;
+            if (work().part + 1 == args.parts) {
+                sum_full.arrive_and_expect_tx(kBytes);
+                cute::SM90_BULK_COPY_G2S::copy(sum, reinterpret_cast<uint64_t*>(&sum_full), shared.dq[writer()],
+                                               kBytes);
+            } else {
+                add(shared.dq[writer()], sum, kBytes, work().part == 0);
+                ptx::add_release(ticket, 1);
+                sum_full.arrive();
+            }
         }
+        __syncwarp();
+        shared.dq_empty[writer()].arrive();
+    }
+
+    // Tells the math warps, who convert and write the tile when they come back to the buffer.
+    __device__ void leave_total(StepSlot const& slot) {
+        CompleteTile<Element>& tile = shared.complete[writer()];
+        int const first_row = slot.q_tile * Config::kQRows;
+        tile.dq = static_cast<Element*>(args.dq.data) + work().batch * args.dq.batch_stride +
+                  slot.q_head * args.dq.head_stride + first_row * args.dq.row_stride;
+        tile.rows = args.grid.seqlen_q - first_row;
     }
 };
 

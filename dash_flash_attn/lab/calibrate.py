@@ -230,7 +230,9 @@ def _worst(choices: Sequence[Choice]) -> Choice | None:
 
 def auto(shape: Shape) -> str:
     """What "auto" takes."""
-    return auto_schedule(shape.seqlen, shape.seqlen, shape.head_dim, shape.causal)
+    return auto_schedule(
+        shape.seqlen, shape.seqlen, shape.head_dim, shape.causal, shape.heads // shape.kv_heads
+    )
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:

@@ -32,7 +32,7 @@ def run_python(body: str, *before: str, seconds: int) -> subprocess.CompletedPro
     return subprocess.run(command, capture_output=True, text=True, timeout=seconds)
 
 
-@pytest.mark.parametrize("waits_at", ["query", "KV"])
+@pytest.mark.parametrize("waits_at", ["query", "KV", "statistics"])
 def test_a_turn_that_never_comes_ends_in_an_error(waits_at: str) -> None:
     """Counters of one kind hold garbage, nobody clears them: the kernel must say where it waits, and end."""
     body = f"""
@@ -41,15 +41,13 @@ def test_a_turn_that_never_comes_ends_in_an_error(waits_at: str) -> None:
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     shape = (1, 300, 300, 4, 2, 128)
     workspace = torch.zeros(_native.workspace_bytes(*shape, True), dtype=torch.uint8, device="cuda")
-    # It ends with a word for each query tile and head, then for each KV tile and KV head, and one more.
+    # It ends with a word for each query tile and head, four for each KV tile and KV head, two of claims and
+    # one for each head.
     grid = Schedule("shift", 300, 300, 128, True).grid
     assert _native.query_head_parts(4, 2, grid.kv_tiles(), True) == 2  # or KV tiles would wait for nobody
-    of_kv_tiles = 4 * 2 * grid.kv_tiles()
-    begin = -4 - of_kv_tiles
-    if {waits_at == "KV"}:
-        workspace[begin : begin + of_kv_tiles] = 255
-    else:
-        workspace[begin - 4 * 4 * grid.q_tiles() : begin] = 255
+    sizes = dict(query=4 * grid.q_tiles(), KV=4 * 2 * grid.kv_tiles(), claims=2, statistics=4)
+    words = workspace.view(torch.int32)[-sum(sizes.values()) :].split(list(sizes.values()))
+    words[list(sizes).index({waits_at!r})].fill_(-1)
     _native.backward(
         *map(matrix, (q, k, v, out, dout, dq, dk, dv)), lse.data_ptr(), workspace.data_ptr(), shape,
         case.scale, True, "bf16", "shift", True, 0, 0, 200_000_000,
@@ -60,7 +58,7 @@ def test_a_turn_that_never_comes_ends_in_an_error(waits_at: str) -> None:
     result = run_python(body, seconds=120)
     assert result.returncode != 0
     assert "CUDA error" in result.stderr
-    message = rf"KV tile \d waits .* {waits_at} tile \d of head \d"
+    message = rf"KV tile \d waits .* {waits_at}( tile \d)? of head \d"
     assert re.search(message, result.stderr), result.stderr[-2000:]
 
 

@@ -13,6 +13,9 @@ CASES = [
     Case(4096, 4096, 32, 8, 64, BF16, True, batch=2),
     Case(1000, 3001, 8, 1, 64, FP16, False, batch=2),
     Case(1500, 1300, 8, 2, 128, FP16, True, batch=3),
+    # Parts of a group, and the last KV tile's chains have a single step.
+    Case(2049, 2049, 8, 2, 128, BF16, True, batch=2),
+    Case(2049, 2049, 8, 1, 64, BF16, True, batch=1),
 ]
 
 
@@ -82,6 +85,13 @@ def test_cyclic_schedule_is_refused_where_sms_are_too_few() -> None:
     assert_same(backward(case, tensors, "naive", sm_margin=sms - 1), first, "on one SM")
     with pytest.raises(RuntimeError, match=r"schedule.*sm_margin"):
         backward(case, tensors, "shift", sm_margin=sms - 1)
+
+
+def test_chains_that_climb_from_the_diagonal_need_no_others_beside_them() -> None:
+    case = Case(4096, 4096, 2, 2, 64, BF16, True, batch=1)
+    tensors = prepared(case)
+    sms = torch.cuda.get_device_properties().multi_processor_count
+    assert_same(backward(case, tensors, "shift", sm_margin=sms - 1), backward(case, tensors, "shift"))
 
 
 # Lengths and heads where the batch decides how busy the GPU is, among them MQA, whose group is cut.
