@@ -49,14 +49,15 @@ def auto_schedule(seqlen_q: int, seqlen_k: int, head_dim: int, causal: bool, gro
     """
     if not causal:
         return "shift"
-    # Chains that climb from the diagonal don't mind late starts, but walk a group's heads far apart, and the last
-    # ones issued are the longer ones (docs/schedules.md, "auto").
-    if head_dim == 128 and group == 1 and seqlen_q == seqlen_k:
+    # Chains that climb from the diagonal do not mind late starts, but walk the heads of a group far apart: for
+    # long sequences that leaves the L2 cache. A small job needs the longest chains first. docs/schedules.md, "auto".
+    square = seqlen_q == seqlen_k
+    if square and (group == 1 or (head_dim == 128 and group <= 4 and seqlen_k <= 2048)):
         return "shift"
     # Above 128 KV tiles half of them are more than one cycle, and waiting in line costs less than that, but
     # not at head dimension 64, where a reduction takes longer (docs/lab.md, "Above 128 KV tiles").
-    kv_rows = _native.tile_shape(head_dim)[1]
-    return "descending" if head_dim == 128 and seqlen_k > 128 * kv_rows else "symmetric_shift"
+    long = 2048 if square and group > 1 else 128 * _native.tile_shape(head_dim)[1]
+    return "descending" if head_dim == 128 and seqlen_k > long else "symmetric_shift"
 
 
 def _empty_forward(q: Tensor) -> tuple[Tensor, Tensor]:
