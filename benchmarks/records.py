@@ -9,18 +9,11 @@ from typing import Any
 from . import harness
 from .tables import by_cell
 
-KINDS = {
-    "backward": ("backward",),
-    "small_jobs": ("small_jobs", "backward_llama3_8b"),
-    "blocks": ("blocks",),
-    "reproducibility": ("reproducibility",),
-    "accuracy": ("accuracy",),
-    "memory": ("memory",),
-    "call_cost": ("call_cost",),
-    "bits": ("bits",),
-    "gpu_tests": ("gpu_tests",),
-}
-"""What there may be a record of, and the files that it may be in, the best first."""
+KINDS = (
+    "backward", "small_jobs", "blocks", "reproducibility", "accuracy", "memory", "call_cost", "bits",
+    "gpu_tests",
+)  # fmt: skip
+"""What there may be a record of: in a file of that name, or that of the quick form, with `_quick` behind."""
 
 
 def committed(folder: Path = harness.RESULTS) -> dict[str, dict[str, Any]]:
@@ -29,8 +22,8 @@ def committed(folder: Path = harness.RESULTS) -> dict[str, dict[str, Any]]:
     Raises ValueError for a file that is no record.
     """
     found = {}
-    for kind, names in KINDS.items():
-        for name in (n for form in ("", "_quick") for n in (name + form for name in names)):
+    for kind in KINDS:
+        for name in (kind, f"{kind}_quick"):
             path = folder / f"{name}.json"
             if path.exists():
                 found[kind] = harness.read_json(path)

@@ -49,8 +49,8 @@ def auto_schedule(seqlen_q: int, seqlen_k: int, head_dim: int, causal: bool, gro
     """
     if not causal:
         return "shift"
-    # Chains that climb from the diagonal do not mind late starts, but walk the heads of a group far apart: for
-    # long sequences that leaves the L2 cache. A small job needs the longest chains first. docs/schedules.md, "auto".
+    # Chains that climb from the diagonal do not mind late starts, but walk the heads of a group far apart,
+    # which leaves the L2 cache, and the longest are not the first (docs/schedules.md, "auto").
     square = seqlen_q == seqlen_k
     if square and (group == 1 or (head_dim == 128 and group <= 4 and seqlen_k <= 2048)):
         return "shift"

@@ -421,7 +421,8 @@ def test_search_through_all_schedules_finds_nothing_below_the_bound():
         for causal in (False, True):
             p = plan("naive", n, n, causal=causal)
             bound = lower_bound(p, n, Costs(C, R))
-            known = simulate(plan("shift", n, n, causal=causal), n, C, R).makespan
+            free_of_stalls = "descending" if causal else "shift"  # with one head
+            known = simulate(plan(free_of_stalls, n, n, causal=causal), n, C, R).makespan
             best, count = shortest(needed(n, causal), C, R, known)
             assert best == bound == known == n * TASK
             # Without a mask a schedule is as fast as the bound exactly if it is a Latin square: at each step
@@ -501,7 +502,7 @@ def in_large_blocks(name, batch, seqlen, heads):
 def test_auto_is_near_the_bound_on_the_papers_shapes():
     """At 132 SMs no schedule could be much faster than the one that "auto" takes, on the model."""
     for seqlen in (512, 1024, 2048, 4096, 8192, 16384):
-        for causal, least in ((False, 0.99), (True, 0.97)):
+        for causal, least in ((False, 0.99), (True, 0.96)):
             name = auto_schedule(seqlen, seqlen, 128, causal)
             p = plan_call(name, 16384 // seqlen, seqlen, seqlen, 16, 16, 128, causal)
             assert efficiency(p) > least
@@ -589,7 +590,9 @@ def test_pictures_of_a_whole_gpu():
 def test_command_names_what_does_not_fit(tmp_path):
     pytest.importorskip("matplotlib")
     pytest.importorskip("rich")
-    done = run_lab("--tiles", "8", "--sms", "3", "--schedule", "shift", "--out", str(tmp_path))
+    done = run_lab(
+        "--mask", "full", "--tiles", "8", "--sms", "3", "--schedule", "shift", "--out", str(tmp_path)
+    )
     assert done.returncode == 1
     assert "shift is left out: it needs 8 SMs" in done.stderr
     wrong = run_lab("--schedule", "fifo")
@@ -714,8 +717,8 @@ def test_calibration_refuses_what_it_cannot_fit():
     shape = calibrate.Shape(128, False, 512, 32, 16, 16)
     with pytest.raises(ValueError, match="no timings"):
         calibrate.calibrate([], 132)
-    with pytest.raises(ValueError, match="no longer than the 50 us"):
-        calibrate.calibrate([calibrate.Timing(shape, "shift", 49.0)], 132)
+    with pytest.raises(ValueError, match="no longer than the 8 us"):
+        calibrate.calibrate([calibrate.Timing(shape, "shift", 7.0)], 132)
     with pytest.raises(ValueError, match="head dimension 128 has no timing up to 4096"):
         calibrate.calibrate([calibrate.Timing(shape._replace(seqlen=8192), "shift", 5000.0)], 132)
 

@@ -26,8 +26,9 @@ HIDDEN = 2048
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 HEAD_DIMS = (128, 64)
 
-PREPARE_US = 50.0
-"""`prepare`, measured on an H200 (docs/performance.md). It is given, not fitted: an SM runs as many chains at
+PREPARE_US = 8.0
+"""From the start of a call to its first scores: counters are cleared and the first row statistics worked
+out. Measured on an H200 (docs/performance.md). It is given, not fitted: an SM runs as many chains at
 512 tokens as at 16,384, so that a constant cannot be told from the time between chains."""
 
 FIT_UP_TO = 4096

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -47,11 +48,11 @@ def few_calls(run: Run, calls: int = 2) -> float:
 
 
 def turns(names: Sequence[str], rounds: int = ROUNDS) -> Iterator[str]:
-    """The names of calls, round after round, each round from the next one on.
+    """The names of calls, round after round, each round in another order, the same ones every time.
 
     The chip's clock falls while it works, so that times of different minutes, or of different places in a
-    row, say nothing about each other. So every call is timed in every round, and all have every place.
+    row, say nothing about each other, and a call is the faster the less the chip was doing just before. So
+    every call is timed in every round, and has another place and other neighbours there.
     """
     for number in range(rounds):
-        first = number % len(names)
-        yield from (*names[first:], *names[:first])
+        yield from random.Random(number).sample(names, len(names))

@@ -14,8 +14,8 @@ H200_SMS = 132
 # benchmarks/results/backward.json; the fit is benchmarks/results/calibration.json. What it says well is
 # compute, chain and the hop reduce + signal; how the hop splits into its two parts it hardly says.
 H200_COSTS = {
-    64: Costs(compute=2.503, reduce=1.488, signal=0.051, chain=4.14),
-    128: Costs(compute=2.398, reduce=0.879, signal=0.508, chain=6.31),
+    64: Costs(compute=2.350, reduce=1.874, signal=0.471, chain=4.51),
+    128: Costs(compute=2.172, reduce=0.428, signal=1.788, chain=9.04),
 }
 
 
