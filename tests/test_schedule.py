@@ -268,6 +268,37 @@ def test_symmetric_shift_never_waits_under_a_causal_mask(kv_tiles, q_rows, kv_ro
     check_stall_free(policy, ctas)
 
 
+@pytest.mark.parametrize("kv_tiles", [*range(1, 41), 64, 65, 128, 130])
+@pytest.mark.parametrize(("q_rows", "kv_rows"), [(4, 4), (2, 4)])
+def test_shift_climbs_under_a_causal_mask_on_a_square(kv_tiles, q_rows, kv_rows):
+    seqlen = kv_tiles * kv_rows - 1
+    policy = make_policy("shift", _native.TileGrid(seqlen, seqlen, q_rows, kv_rows, True))
+    visits = chain_visits(policy)
+    assert all(list(v) == list(range(policy.grid.first_query(kv), policy.grid.q_tiles())) for kv, v in
+               enumerate(visits))  # fmt: skip
+    # Whoever comes before a chain in a query tile's sum was issued before it, in any number of heads.
+    assert policy.resident_ctas_needed() == 1
+    for heads in (1, 2, 7):
+        issued = {tuple(chain): claim for claim, chain in enumerate(policy.chain_table(heads).tolist())}
+        for q_tile in range(policy.grid.q_tiles()):
+            order = sorted(range(policy.grid.contributors(q_tile)), key=lambda kv: policy.rank(kv, q_tile))
+            for head in range(heads):
+                claims = [issued[head, kv] for kv in order]
+                assert claims == sorted(claims)
+
+
+@pytest.mark.parametrize("kv_tiles", [2, 3, 8, 33, 64, 128])
+def test_a_band_that_climbs_has_a_query_tile_for_everybody(kv_tiles):
+    """Chains of a band that start together are never at one query tile, and the first ones are ahead."""
+    policy = make_policy("shift", _native.TileGrid(kv_tiles * 4, kv_tiles * 4, 4, 4, True))
+    chains = policy.chain_table(1)[:, 1].tolist()
+    ends = [i + 1 for i, kv in enumerate(chains) if i + 1 == len(chains) or chains[i + 1] > kv]
+    assert len(ends) == max(2, -(-kv_tiles // LARGEST_GROUP))
+    visits = chain_visits(policy)
+    for begin, end in itertools.pairwise([0, *ends]):
+        check_stall_free(policy, [[(kv, q) for q in visits[kv]] for kv in chains[begin:end]])
+
+
 # The checks themselves can fail.
 
 

@@ -65,12 +65,12 @@ struct Config {
     static constexpr int kQRows = tile_shape(kHeadDim).q_rows;
     static constexpr int kKvRows = tile_shape(kHeadDim).kv_rows;
 
-    static constexpr int kQStages = kHeadDim == 128 ? 2 : 3;
+    static constexpr int kQStages = kHeadDim == 128 ? 2 : 3;  // at 128 a third one is worth less than its memory
     static constexpr int kDoutStages = 2;
     static constexpr int kDqStages = 2;
     static constexpr int kWriterWarps = kDqStages;  // one for each buffer
     static constexpr int kFirstWriterWarp = 2;
-    static constexpr int kPartUses = kPartPieces;  // of the buffers, at the end of a chain whose KV head has several
+    static constexpr int kPartUses = kPartPieces;  // of the buffers, at a chain's end, if its KV head has several parts
     static_assert(kPartUses % (2 * kDqStages) == 0, "a buffer's parity may not depend on it");
     static constexpr int kRowStages = 2;
     static constexpr int kStatisticsHelpers = 4;

@@ -40,16 +40,11 @@ __device__ __forceinline__ void store_blocks(uint32_t (&words)[4], Element* firs
     if (valid) ptx::store_global(first + threadIdx.x % 4 * 8, words[0], words[1], words[2], words[3]);
 }
 
-// A staged dQ tile: rows of fp32, of which the pieces of 16 bytes are permuted so that neither the stores
-// of an accumulator's quads nor the loads of rows meet in a bank. Its sum in global memory has the same order.
+// A staged dQ tile: rows of fp32, of which the pieces of 16 bytes are permuted so that accesses by an
+// accumulator's quads don't meet in a bank. Its sum in global memory has the same order.
 template <class Config>
 struct StagedTile {
     __device__ static int offset(int row, int column) { return row * Config::kHeadDim + (column ^ (row % 4 * 8)); }
-
-    // From the address of a piece to that of the same columns `rows` below, if that changes row % 4 as by an XOR.
-    __device__ static uint32_t below(uint32_t address, int rows) {
-        return (address ^ rows % 4 * 8 * uint32_t(sizeof(float))) + rows * Config::kHeadDim * uint32_t(sizeof(float));
-    }
 };
 
 }  // namespace dash
