@@ -40,6 +40,7 @@ from benchmarks import (
 from benchmarks.__main__ import COMMANDS
 from benchmarks.shapes import PAPER_SHAPES, Shape, cell_name, describe, flop
 from dash_flash_attn import demo, ops, reference
+from dash_flash_attn.lab import clocks
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = Shape(64, True, 192, 1, 4, 2)
@@ -93,13 +94,21 @@ ACCEPTED_BITS = ACCEPTED[1]["bits"]
 # The harness.
 
 
-def test_each_round_times_all_and_starts_with_the_next():
-    order = []
-    times, errors = harness.interleaved(
-        {n: lambda n=n: n for n in "abc"}, lambda run: order.append(run()) or 1, 4
-    )
-    assert "".join(order) == "abcbcacababc"
-    assert times == {n: [1, 1, 1, 1] for n in "abc"} and errors == {}
+def test_each_round_times_all_in_another_order():
+    orders = []
+    for _ in range(2):
+        order = []
+        times, errors = harness.interleaved(
+            {n: lambda n=n: n for n in "abcdefgh"}, lambda run, order=order: order.append(run()) or 1, 5
+        )
+        assert times == {n: [1] * 5 for n in "abcdefgh"} and errors == {}
+        orders.append("".join(order))
+    assert orders[0] == orders[1]
+    rounds = [orders[0][i : i + 8] for i in range(0, 40, 8)]
+    assert all(sorted(r) == list("abcdefgh") for r in rounds) and len(set(rounds)) == 5
+    for name in "abcdefgh":
+        before = [r[r.index(name) - 1] for r in rounds if r[0] != name]
+        assert len(set(before)) >= 3, "as good as always behind the same one"
 
 
 def test_a_system_that_fails_leaves_the_rounds():
@@ -309,14 +318,14 @@ def test_a_cell_of_the_sweep():
     """Median of the rounds, and the ratio of each round to the matmul of that round."""
     names = ["shift", "symmetric_shift", "auto", "unordered"]
     chosen = [*map(systems.our_system, names), *systems.peer_systems(["fa3"], None)]
-    # Two numbers of milliseconds a round and system: the clock falls, the ratio stays.
-    clock = iter([1.0, 2.0, 3.0, 4.0, 4.0, 6.0, 8.0, 2.0, 9.0, 12.0, 3.0, 6.0])
+    # The clock falls, the ratio to the matmul stays.
+    first = {harness.MATMUL: 1.0, "shift": 2.0, "symmetric_shift": 3.0, "unordered": 4.0}
+    clock = iter([first[name] * (1 + i // 4) for i, name in enumerate(clocks.turns(list(first), 3))])
     rows = backward.measure_cell(
         SMALL, chosen, 3, clock=lambda run: (run(), next(clock))[1], matmul=lambda: None, device="cpu"
     )
     by_name = {r["system"]: r for r in rows}
     assert list(by_name) == [*names, "fa3+", "fa3-"]
-    # Rounds: matmul, shift, symmetric, unordered; then from shift on; then from symmetric shift on.
     assert by_name["shift"]["round_ms"] == [2.0, 4.0, 6.0] and by_name["shift"]["ms"] == 4.0
     matmul = [harness.matmul_tflops(t) for t in (1.0, 2.0, 3.0)]
     assert by_name["shift"]["ratio_to_matmul"] == pytest.approx(flop(SMALL) / 2.0 / 1e9 / matmul[0])

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dash_flash_attn import _native
-from dash_flash_attn.lab import Costs, Deadlock, calibrate, command, lower_bound, simulate
+from dash_flash_attn.lab import Costs, Deadlock, calibrate, clocks, command, lower_bound, simulate
 from dash_flash_attn.lab.dag import Cycle, critical_path, depths, schedule_time, shortest
 from dash_flash_attn.lab.explain import H200_COSTS, explain
 from dash_flash_attn.ops import auto_schedule
@@ -736,8 +736,8 @@ def test_measure_times_each_schedule_of_each_shape():
     timings = calibrate.measure(shapes, device="cpu", clock=clock, rounds=3, report=seen.append)
     assert timings == seen
     assert [(t.shape, t.schedule) for t in timings] == [(s, n) for s in shapes for n in SCHEDULES]
-    # Of schedule i the clock says i + 1, 5 + (i + 3) % 4, 9 + (i + 2) % 4: a round begins with the next one.
-    medians = [1000.0 * (5 + (i + 3) % 4) for i in range(4)]
+    order = [*clocks.turns(SCHEDULES, 3)]
+    medians = [1000.0 * (1 + [i for i, n in enumerate(order) if n == name][1]) for name in SCHEDULES]
     assert [t.us for t in timings] == medians + [us + 12000.0 for us in medians]
     assert calls == [[(2, 192, 4, 64), (2, 192, 2, 64), (2, 192, 2, 64)]] * 24
 
