@@ -69,10 +69,16 @@ def test_compute_sanitizer(tool: str) -> None:
         pytest.skip("compute-sanitizer is not installed")
     body = """
     ops.WAIT_LIMIT_NS *= 10  # a checked kernel is slow
+    few = torch.cuda.get_device_properties().multi_processor_count - 3
     for head_dim in (64, 128):
         case, tensors = prepared(head_dim)
         for schedule in SCHEDULES:
             backward(case, tensors, schedule)
+            backward(case, tensors, schedule, sm_margin=few)  # several chains on each of three CTAs
+        # Parts of a group, and query tiles to which one KV tile contributes.
+        one = Case(100, 100, 8, 1, head_dim, torch.bfloat16, False, batch=3)
+        q, k, v, dout = one.inputs()
+        backward(one, (dout, q, k, v, *forward(one, q, k, v)), "shift", sm_margin=few)
     torch.cuda.synchronize()
     print("all kernels ran")
     """
