@@ -110,11 +110,19 @@ def explain(
     return Explanation(call, chosen, reason, bound, tuple(forecasts))
 
 
+# Why "auto" is what it is under a causal mask.
+_CAUSAL = {
+    "shift": "all chains climb from the diagonal, and a late start holds nobody up",
+    "symmetric_shift": "long and short chains share a CTA",
+    "descending": "the line at the start is short against such chains, which stay together",
+}
+
+
 def _reason(asked: str, causal: bool, chosen: Forecast, forecasts: list[Forecast], num_sms: int) -> str:
     if asked != "auto":
         rule = f"The call asks for {asked}."
     elif causal:
-        rule = f'Under a causal mask "auto" is {chosen.schedule}: long and short chains share a CTA.'
+        rule = f'Under a causal mask "auto" is {chosen.schedule} here: {_CAUSAL[chosen.schedule]}.'
     else:
         rule = f'Without a mask "auto" is {chosen.schedule}: no two chains of a cycle meet.'
     if chosen.time is None:
