@@ -251,9 +251,7 @@ def row_of_each(
     A system that fails has the error in its row. Where the schedule that "auto" takes is among the systems,
     "auto" is not measured but gets its row, marked `measured_as`.
     """
-    alias = behind_auto(
-        [s.name for s in systems], shape.seqlen, shape.head_dim, shape.causal, shape.heads // shape.kv_heads
-    )
+    alias = behind_auto([s.name for s in systems], shape.seqlen, shape.head_dim, shape.causal, shape.group)
     rows: dict[str, Row] = {}
     for system in systems:
         row = {**describe(shape), "system": system.name, **columns}

@@ -358,22 +358,20 @@ def _write_out(policy: _native.Policy, num_heads: int, group: int, heads_per_blo
 def _in_blocks(policy: _native.Policy, num_heads: int, heads_per_block: int) -> NDArray[np.int32]:
     if heads_per_block < 1:
         raise ValueError(f"heads_per_block is {heads_per_block}, not positive")
-    order = policy.chain_table(1)[:, 1]
-    ends = [policy.cycle_end(claim, 1) for claim in range(len(order))]
-    if policy.waits_in_line or len(set(ends)) < len(order):
-        cycles = np.split(order, np.unique(ends)[:-1])
-    else:  # no cycles, but stretches of one head: where, of two heads in a block, the head changes
+    if policy.waits_in_line:  # issued head by head, of which blocks are made chain by chain
+        stretches = np.split(policy.chain_table(1)[:, 1], policy.grid.kv_tiles())
+    else:  # what is issued of one head before the next one's turn: seen in a block of two heads
         two = policy.chain_table(2)
         changes = np.flatnonzero(np.diff(two[:, 0])) + 1
-        cycles = [run[:, 1] for run in np.split(two, changes) if run[0, 0] == 0]
+        stretches = [run[:, 1] for run in np.split(two, changes) if run[0, 0] == 0]
     heads = range(num_heads)
     return np.array(
         [
             (head, kv_tile)
             for first in heads[::heads_per_block]
-            for cycle in cycles
+            for stretch in stretches
             for head in heads[first : first + heads_per_block]
-            for kv_tile in cycle
+            for kv_tile in stretch
         ],
         np.int32,
     )

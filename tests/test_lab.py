@@ -506,6 +506,8 @@ def test_auto_is_near_the_bound_on_the_papers_shapes():
             name = auto_schedule(seqlen, seqlen, 128, causal)
             p = plan_call(name, 16384 // seqlen, seqlen, seqlen, 16, 16, 128, causal)
             assert efficiency(p) > least
+        p = plan_call("symmetric_shift", 16384 // seqlen, seqlen, seqlen, 16, 16, 128, True)
+        assert efficiency(p) > 0.97
 
 
 def test_issuing_more_heads_at_once_helps_untidy_shapes():

@@ -274,8 +274,8 @@ def test_shift_climbs_under_a_causal_mask_on_a_square(kv_tiles, q_rows, kv_rows)
     seqlen = kv_tiles * kv_rows - 1
     policy = make_policy("shift", _native.TileGrid(seqlen, seqlen, q_rows, kv_rows, True))
     visits = chain_visits(policy)
-    assert all(list(v) == list(range(policy.grid.first_query(kv), policy.grid.q_tiles())) for kv, v in
-               enumerate(visits))  # fmt: skip
+    for kv_tile, visited in enumerate(visits):
+        assert list(visited) == list(range(policy.grid.first_query(kv_tile), policy.grid.q_tiles()))
     # Whoever comes before a chain in a query tile's sum was issued before it, in any number of heads.
     assert policy.resident_ctas_needed() == 1
     for heads in (1, 2, 7):

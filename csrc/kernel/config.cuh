@@ -70,8 +70,7 @@ struct Config {
     static constexpr int kDqStages = 2;
     static constexpr int kWriterWarps = kDqStages;  // one for each buffer
     static constexpr int kFirstWriterWarp = 2;
-    static constexpr int kPartUses = kPartPieces;  // of the buffers, at a chain's end, if its KV head has several parts
-    static_assert(kPartUses % (2 * kDqStages) == 0, "a buffer's parity may not depend on it");
+    static_assert(kPartPieces % (2 * kDqStages) == 0, "a buffer's parity may not depend on pieces of parts");
     static constexpr int kRowStages = 2;
     static constexpr int kStatisticsHelpers = 4;
     static constexpr int kChainSlots = 2;
@@ -142,7 +141,7 @@ struct Config {
     static_assert(kQRows * kHeadDim == 64 * 64 * kMathWarpgroups, "a dQ tile is one 64 x 64 block a warpgroup");
 
     static constexpr int kDqTileFloats = kQRows * kHeadDim;
-    static constexpr int kPartFloats = 2 * kKvRows * kHeadDim / kPartUses;
+    static constexpr int kPartFloats = 2 * kKvRows * kHeadDim / kPartPieces;
     static_assert(kPartFloats <= kDqTileFloats);
 
     using Barrier = cutlass::arch::ClusterBarrier;

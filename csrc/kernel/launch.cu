@@ -142,13 +142,6 @@ struct WorkspacePointers {
     }
 };
 
-// How many query tiles see no key, which are the first ones.
-int blind_tiles(schedule::TileGrid const& grid) {
-    int tiles = 0;
-    while (tiles < grid.q_tiles() && grid.contributors(tiles) == 0) ++tiles;
-    return tiles;
-}
-
 int prepare(BackwardParams const& p) {
     validate(p);
     check(cudaSetDevice(p.device), "device");
@@ -165,7 +158,7 @@ int prepare(BackwardParams const& p) {
     }
     args.dq = p.dq;
     args.heads_q = p.heads_q;
-    args.blind_rows_a_head = schedule::min_of(blind_tiles(grid) * grid.q_rows, p.seqlen_q);
+    args.blind_rows_a_head = schedule::min_of(grid.first_query(0) * grid.q_rows, p.seqlen_q);
     args.blind_rows = int64_t(p.batch) * p.heads_q * args.blind_rows_a_head;
 
     int64_t const most = std::max({args.counter_words, args.dq_sum_quads, args.blind_rows * p.head_dim / 8});
@@ -209,7 +202,7 @@ int run(BackwardParams const& p) {
 
     args.q_tiles = args.grid.q_tiles();
     args.kv_tiles = args.grid.kv_tiles();
-    args.blind_tiles = blind_tiles(args.grid);
+    args.blind_tiles = args.grid.first_query(0);
     args.batch = p.batch;
     args.heads_q = p.heads_q;
     args.heads_k = p.heads_k;
@@ -228,10 +221,10 @@ int run(BackwardParams const& p) {
     args.dq_tickets = workspace.dq_tickets;
     args.dkv_tickets = workspace.dkv_tickets;
     args.claims = workspace.claims;
-    args.dk = p.dk;
     args.statistics_claims = workspace.statistics_claims;
     args.statistics_done = workspace.statistics_done;
     args.dq = p.dq;
+    args.dk = p.dk;
 
     Launcher const launch = with_types(
         p, [&](auto element, auto head_dim) { return launcher_for<decltype(element), head_dim>(p.schedule); });
@@ -262,16 +255,15 @@ DASH_EXPORT int dash_stuck_report(char* message, size_t message_size) {
         dash::StuckReport const* const report = dash::the_stuck_report;
         if (!report || report->sum == dash::StuckReport::none) return 0;
         dash::StuckReport const& r = *report;
-        auto const write = [&](char const* format, auto... values) {
-            std::snprintf(message, message_size, format, values...);
-        };
         if (r.sum == dash::StuckReport::row_statistics)
-            write(
+            std::snprintf(
+                message, message_size,
                 "dash_flash_attn: a wait without end. KV tile %d waits for the row statistics of head %d, batch entry "
                 "%d: they are there for %u of %u query tiles.",
                 r.kv_tile, r.head, r.batch, r.ticket, r.turn);
         else
-            write(
+            std::snprintf(
+                message, message_size,
                 "dash_flash_attn: a wait without end. KV tile %d waits for its turn %u at %s tile %d of head %d, "
                 "batch entry %d, whose ticket stands at %u.",
                 r.kv_tile, r.turn, r.sum == dash::StuckReport::query_tile ? "query" : "KV", r.tile, r.head, r.batch,

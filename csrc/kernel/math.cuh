@@ -38,7 +38,7 @@ struct Math {
     // stay in uniform registers.
     int const warpgroup_number = __shfl_sync(0xffffffffu, threadIdx.x / 128 - 1, 0);
     // This lane's places in shared memory, in the first stage.
-    uint32_t const ds_place = ds_address();
+    uint32_t const ds_place = place_in(shared.ds);
     uint32_t const dq_place = dq_address();
     uint32_t const statistics_place = cute::cast_smem_ptr_to_uint(&shared.statistics[0][threadIdx.x % 4]);
 
@@ -328,11 +328,21 @@ struct Math {
         }
     }
 
-    // A row of dS^T is 128 bytes a panel of 64 queries, whose eight pieces are permuted by the row's number, as the
-    // tensor cores read them. A lane stores rows of matrices of 8 x 8.
-    __device__ uint32_t ds_address() const {
+    // This lane's place in a tile of the warpgroups' 128 rows. A row is 128 bytes a panel of 64 columns, whose eight
+    // pieces are permuted by the row's number, as tensor cores and tensor maps have them. A lane stores rows of
+    // matrices of 8 x 8.
+    __device__ uint32_t place_in(Element const* panels) const {
         int const row = warpgroup() * 64 + warp() * 16 + lane() % 16;
-        return cute::cast_smem_ptr_to_uint(shared.ds) + row * 128 + (lane() / 16 ^ row % 8) * 16;
+        return cute::cast_smem_ptr_to_uint(panels) + row * 128 + (lane() / 16 ^ row % 8) * 16;
+    }
+
+    // Stores `kBlocks` blocks of 8 columns of this warpgroup's rows from there; word(i) is the i-th pair of numbers.
+    template <int kBlocks, class Word>
+    __device__ static void store_panels(uint32_t place, Word&& word) {
+#pragma unroll
+        for (int b = 0; b < kBlocks; b += 2)
+            ptx::store_matrices((place ^ b % 8 * 16) + b / 8 * Config::kKvRows * 128, word(2 * b), word(2 * b + 1),
+                                word(2 * b + 2), word(2 * b + 3));
     }
 
     __device__ static void sync_math() {
@@ -343,10 +353,7 @@ struct Math {
     __device__ void publish_ds(Weights const& ds) {
         cute::Tensor words = cute::recast<uint32_t const>(ds);
         barrier_sync(WarpBarrier::ds_empty);
-#pragma unroll
-        for (int b = 0; b < kScoreBlocks; b += 2)
-            ptx::store_matrices((ds_place ^ b % 8 * 16) + b / 8 * Config::kKvRows * 128, words(2 * b), words(2 * b + 1),
-                                words(2 * b + 2), words(2 * b + 3));
+        store_panels<kScoreBlocks>(ds_place, [&](int i) { return words(i); });
         barrier_arrive(WarpBarrier::ds_full);
     }
 
@@ -431,16 +438,10 @@ struct Math {
         return (place ^ b % 4 * 32) + b / 4 * 128 + half * 8 * Config::kHeadDim * 4;
     }
 
-    // Hands dV to the loader in the place of V, of which each warpgroup reads its own rows only: 64 rows of panels of
-    // 64 columns, whose pieces of 16 bytes are permuted as the tensor map says.
+    // Hands dV to the loader in the place of V, of which each warpgroup reads its own rows only.
     __device__ void hand_over(Gradient const& dv) {
-        int const row = warpgroup() * 64 + warp() * 16 + lane() % 16;
-        uint32_t const place = cute::cast_smem_ptr_to_uint(shared.v) + row * 128 + (lane() / 16 ^ row % 8) * 16;
-        auto const pair = [&](int r) { return ptx::pack<Element>(dv(r), dv(r + 1)); };
-#pragma unroll
-        for (int b = 0; b < Config::kHeadDim / 8; b += 2)
-            ptx::store_matrices((place ^ b % 8 * 16) + b / 8 * Config::kKvRows * 128, pair(4 * b), pair(4 * b + 2),
-                                pair(4 * b + 4), pair(4 * b + 6));
+        store_panels<Config::kHeadDim / 8>(place_in(shared.v),
+                                           [&](int i) { return ptx::pack<Element>(dv(2 * i), dv(2 * i + 1)); });
         release(shared.dv_full);
     }
 

@@ -32,7 +32,7 @@ struct Writer {
                 if (is_mine(use)) write_tile(use);
             if (args.parts > 1)
 #pragma unroll 1
-                for (int half = 0; half < Config::kPartUses; ++half)
+                for (int half = 0; half < kPartPieces; ++half)
                     if (is_mine(use + half)) pass_part(half, use + half);
             shared.chain_empty[(notes().chains - 1) % Config::kChainSlots].arrive();
         }
@@ -125,8 +125,7 @@ struct Writer {
             constexpr uint32_t kBytes = Config::kPartFloats * sizeof(float);
             // All chains are fewer than 2^30.
             uint32_t const piece =
-                ((work().batch * args.heads_k + work().kv_head) * args.kv_tiles + work().kv_tile) * Config::kPartUses +
-                half;
+                ((work().batch * args.heads_k + work().kv_head) * args.kv_tiles + work().kv_tile) * kPartPieces + half;
             uint32_t* const ticket = args.dkv_tickets + piece;
             shared.complete[writer()].rows = 0;
             auto& sum_full = shared.part_sum_full[writer()];

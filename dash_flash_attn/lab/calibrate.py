@@ -49,6 +49,11 @@ class Shape(NamedTuple):
     heads: int
     kv_heads: int
 
+    @property
+    def group(self) -> int:
+        """Query heads for each KV head."""
+        return self.heads // self.kv_heads
+
     def __str__(self) -> str:
         return f"d {self.head_dim} {'causal' if self.causal else 'full'} {self.seqlen}"
 
@@ -231,9 +236,7 @@ def _worst(choices: Sequence[Choice]) -> Choice | None:
 
 def auto(shape: Shape) -> str:
     """What "auto" takes."""
-    return auto_schedule(
-        shape.seqlen, shape.seqlen, shape.head_dim, shape.causal, shape.heads // shape.kv_heads
-    )
+    return auto_schedule(shape.seqlen, shape.seqlen, shape.head_dim, shape.causal, shape.group)
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
