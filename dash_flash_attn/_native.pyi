@@ -129,7 +129,7 @@ def simulate(
 def tile_shape(head_dim: int) -> tuple[int, int]:
     """(queries, keys) a tile. ValueError unless positive."""
 
-def query_head_parts(heads_q: int, heads_k: int, kv_tiles: int, causal: bool) -> int:
+def query_head_parts(heads_q: int, heads_k: int, grid: TileGrid, head_dim: int) -> int:
     """How many CTAs share the query heads of one KV head. ValueError unless heads_k divides heads_q."""
 
 def workspace_bytes(

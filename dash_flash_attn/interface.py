@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import ops  # noqa: F401  (registers the operators)
+from . import ops
 from .checks import check_features, check_scale, check_schedule
 
 
@@ -71,7 +71,7 @@ def flash_attn_func(
         attention_chunk=attention_chunk, softcap=softcap, num_splits=num_splits, pack_gqa=pack_gqa,
         dropout_p=dropout_p, sm_margin=sm_margin,
     )  # fmt: skip
-    out, lse = torch.ops.dash_flash_attn.forward(
+    out, lse = ops.attention(
         q,
         k,
         v,

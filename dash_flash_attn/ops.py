@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import _native, kernels, reference
 from .checks import check_gradient_tensors, check_tensors, lse_dtype
@@ -25,6 +26,7 @@ _ELEMENT = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 # A block in which an operator's call goes past its autograd kernel, to a tracer or the device's kernel.
 _below_autograd = torch._C._AutoDispatchBelowAutograd
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 _library = torch.library.Library("dash_flash_attn", "DEF")
 # The last three arguments of forward matter to its gradient only.
@@ -49,14 +51,13 @@ def auto_schedule(seqlen_q: int, seqlen_k: int, head_dim: int, causal: bool, gro
     """
     if not causal:
         return "shift"
-    # Chains that climb from the diagonal do not mind late starts, but walk the heads of a group far apart,
-    # which leaves the L2 cache, and the longest are not the first (docs/schedules.md, "auto").
-    square = seqlen_q == seqlen_k
-    if square and (group == 1 or (head_dim == 128 and group <= 4 and seqlen_k <= 2048)):
+    # Chains that climb from the diagonal do not mind late starts. For groups at head dimension 64 that is worth
+    # less than the even end of the other order (docs/schedules.md, "auto").
+    if seqlen_q == seqlen_k and (group == 1 or head_dim == 128):
         return "shift"
     # Above 128 KV tiles half of them are more than one cycle, and waiting in line costs less than that, but
     # not at head dimension 64, where a reduction takes longer (docs/lab.md, "Above 128 KV tiles").
-    long = 2048 if square and group > 1 else 128 * _native.tile_shape(head_dim)[1]
+    long = 128 * _native.tile_shape(head_dim)[1]
     return "descending" if head_dim == 128 and seqlen_k > long else "symmetric_shift"
 
 
@@ -82,8 +83,7 @@ def _forward_cuda(q, k, v, softmax_scale, causal, schedule="auto", deterministic
     check_tensors(q, k, v)
     if q.numel() == 0 or k.numel() == 0:
         return _empty_forward(q)
-    with torch.cuda.device(q.device.index):
-        return attention_forward(q, k, v, softmax_scale, causal)
+    return attention_forward(q, k, v, softmax_scale, causal)
 
 
 def _forward_fake(q, k, v, softmax_scale, causal, schedule="auto", deterministic=True, sm_margin=0):
@@ -120,22 +120,21 @@ def _backward_cuda(dout, q, k, v, out, lse, softmax_scale, causal, schedule, det
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     workspace_bytes = _native.workspace_bytes(batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim, causal)
     workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
-    with torch.cuda.device(index):
-        _native.backward(
-            *map(matrix, (q, k, v, out, dout, dq, dk, dv)),
-            lse.data_ptr(),
-            workspace.data_ptr(),
-            (batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim),
-            softmax_scale,
-            causal,
-            _ELEMENT[q.dtype],
-            schedule,
-            deterministic,
-            index,
-            sm_margin,
-            WAIT_LIMIT_NS,
-            torch._C._cuda_getCurrentRawStream(index),
-        )
+    _native.backward(
+        *map(matrix, (q, k, v, out, dout, dq, dk, dv)),
+        lse.data_ptr(),
+        workspace.data_ptr(),
+        (batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim),
+        softmax_scale,
+        causal,
+        _ELEMENT[q.dtype],
+        schedule,
+        deterministic,
+        index,
+        sm_margin,
+        WAIT_LIMIT_NS,
+        torch._C._cuda_getCurrentRawStream(index),
+    )
     return dq, dk, dv
 
 
@@ -184,13 +183,40 @@ def _warn_once(reason: str) -> None:
     )
 
 
+def _unobserved(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether a call's operators can go straight to the device's kernel, since nobody else looks at them.
+
+    The dispatcher would ask subclasses, modes, transforms, tracers and profilers, and then call the kernel by
+    way of C++: of a small call that is a tenth of its CPU time (docs/performance.md).
+    """
+    return (
+        type(q) in _PLAIN
+        and type(k) in _PLAIN
+        and type(v) in _PLAIN
+        and q.device.type in _FORWARD_KERNELS
+        and not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._len_torch_function_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and not torch._C._get_tracing_state()
+        and not torch.autograd._profiler_enabled()
+    )
+
+
+def _run(operator, kernels_by_device, q, k, v, arguments):
+    """An operator below autograd."""
+    if _unobserved(q, k, v):
+        return kernels_by_device[q.device.type](*arguments)
+    with _below_autograd():
+        return operator(*arguments)
+
+
 class _Attention(torch.autograd.Function):
     """The forward operator as a node of autograd's graph."""
 
     @staticmethod
     def forward(ctx, q, k, v, options):
-        with _below_autograd():
-            out, lse = _FORWARD(q, k, v, *options)
+        out, lse = _run(_FORWARD, _FORWARD_KERNELS, q, k, v, (q, k, v, *options))
         ctx.options = options
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.mark_non_differentiable(lse)
@@ -202,34 +228,49 @@ class _Attention(torch.autograd.Function):
         if dout is None:
             return None, None, None, None
         # Read before the block below: a checkpoint computes the saved tensors now, and with autograd.
-        arguments = dout, *ctx.saved_tensors, *ctx.options
+        saved = ctx.saved_tensors
+        arguments = dout, *saved, *ctx.options
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             # With create_graph=True the operator's own node refuses a second derivative. A compiler that
             # traces this function does not know the block below.
             gradients = _BACKWARD(*arguments)
         else:
-            with _below_autograd():
-                gradients = _BACKWARD(*arguments)
+            gradients = _run(_BACKWARD, _BACKWARD_KERNELS, dout, *saved[:2], arguments)
         return *gradients, None
 
 
 def _forward_autograd(q, k, v, softmax_scale, causal, schedule="auto", deterministic=True, sm_margin=0):
     """What torch.library.register_autograd makes, but that takes 20 us longer (docs/performance.md)."""
     options = softmax_scale, causal, schedule, deterministic, sm_margin
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(q=q, k=k, v=v)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return _Attention.apply(q, k, v, options)
-    with _below_autograd():
-        return _FORWARD(q, k, v, *options)
+    return _run(_FORWARD, _FORWARD_KERNELS, q, k, v, (q, k, v, *options))
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, *options: object) -> tuple[Tensor, Tensor]:
+    """The operator `dash_flash_attn::forward` with all its arguments, on the shortest way."""
+    if _unobserved(q, k, v):
+        return _forward_autograd(q, k, v, *options)
+    return _FORWARD(q, k, v, *options)
+
+
+def _refuse_tangents(**tensors: Tensor) -> None:
+    for name, x in tensors.items():
+        if forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(f"{name}: it carries a tangent, and there is no forward-mode derivative")
 
 
 def _no_second_gradient(ctx, *_):
     raise NotImplementedError("dash_flash_attn: the backward pass has no derivative")
 
 
-_library.impl("forward", _forward_cpu, "CPU")
-_library.impl("forward", _forward_cuda, "CUDA")
-_library.impl("backward", _backward_cpu, "CPU")
-_library.impl("backward", _backward_cuda, "CUDA")
+_FORWARD_KERNELS = {"cpu": _forward_cpu, "cuda": _forward_cuda}
+_BACKWARD_KERNELS = {"cpu": _backward_cpu, "cuda": _backward_cuda}
+for _kind in ("cpu", "cuda"):
+    _library.impl("forward", _FORWARD_KERNELS[_kind], _kind.upper())
+    _library.impl("backward", _BACKWARD_KERNELS[_kind], _kind.upper())
 torch.library.register_fake("dash_flash_attn::forward", _forward_fake, lib=_library)
 torch.library.register_fake("dash_flash_attn::backward", _backward_fake, lib=_library)
 _library.impl("forward", _forward_autograd, "Autograd")

@@ -71,7 +71,7 @@ def test_rank_of_pairs_that_do_not_meet():
 def test_the_plan_of_a_call_is_the_kernels():
     # 4 KV heads of 2 query heads each and 16 KV tiles: 64 chains an entry, so the group is cut into two.
     p = plan_call("shift", 3, 2048, 2048, 8, 4, 128, causal=False)
-    assert _native.query_head_parts(8, 4, 16, False) == 2
+    assert _native.query_head_parts(8, 4, p.grid, 128) == 2
     assert (p.num_heads, p.group) == (3 * 4 * 2, 1)
     assert (p.grid.q_tiles(), p.grid.kv_tiles()) == (32, 16)
     schedule = Schedule("shift", 2048, 2048, 128)

@@ -5,10 +5,12 @@ from functools import partial
 import pytest
 import torch
 from oracle import same_bits
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from dash_flash_attn import flash_attn_func
+from dash_flash_attn import flash_attn_func, ops
 from dash_flash_attn.checks import CUDA_MAX_HEADS, check_gradient_tensors, check_tensors
 from dash_flash_attn.layout import addressable
 
@@ -240,11 +242,11 @@ def test_deterministic_mode_reaches_the_operator(monkeypatch: pytest.MonkeyPatch
     """Under torch.use_deterministic_algorithms(True) every call asks for ordered sums."""
     asked = []
 
-    def forward(q, k, v, scale, causal, schedule, deterministic, sm_margin):
+    def attention(q, k, v, scale, causal, schedule, deterministic, sm_margin):
         asked.append(deterministic)
         return FORWARD(q, k, v, scale, causal, schedule, deterministic, sm_margin)
 
-    monkeypatch.setattr(torch.ops.dash_flash_attn, "forward", forward)
+    monkeypatch.setattr(ops, "attention", attention)
     flash_attn_func(*qkv())
     torch.use_deterministic_algorithms(True)
     try:
@@ -282,3 +284,58 @@ class OnCuda:
 
     def __getattr__(self, name):
         return getattr(self.tensor, name)
+
+
+def names_of(prefix: str, profiler) -> set[str]:
+    """Of all events that were seen."""
+    return {event.name for event in profiler.events() if event.name.startswith(prefix)}
+
+
+def test_calls_that_nobody_watches_skip_the_dispatcher(monkeypatch) -> None:
+    """And those that somebody watches do not; the results are the same."""
+    tensors, dout = qkv(requires_grad=True), torch.ones(2, 70, 4, 32)
+    expected = gradients(deterministic_attention, tensors, dout)
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    with Watch():
+        watched = gradients(deterministic_attention, tensors, dout)
+    assert FORWARD in seen and BACKWARD in seen
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        profiled = gradients(deterministic_attention, tensors, dout)
+    assert names_of("dash_flash_attn::", profiler) == {
+        "dash_flash_attn::forward", "dash_flash_attn::backward",
+    }  # fmt: skip
+    for other in (watched, profiled):
+        assert all(map(same_bits, expected, other))
+
+    def never(*arguments):
+        raise AssertionError("through the dispatcher")
+
+    monkeypatch.setattr(ops, "_FORWARD", never)
+    monkeypatch.setattr(ops, "_BACKWARD", never)
+    assert all(map(same_bits, expected, gradients(deterministic_attention, tensors, dout)))
+    with pytest.raises(AssertionError, match="through the dispatcher"), Watch():
+        deterministic_attention(*tensors)
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_forward_mode_is_refused(place: int) -> None:
+    """A tangent would be lost without a word."""
+    tensors = [x.detach() for x in qkv()]
+    name = "qkv"[place]
+    with forward_ad.dual_level():
+        tensors[place] = forward_ad.make_dual(tensors[place], torch.ones_like(tensors[place]))
+        with pytest.raises(NotImplementedError, match=f"^{name}: .* no forward-mode"):
+            flash_attn_func(*tensors)
+    tensors = qkv()
+
+    def of_one(x):
+        return flash_attn_func(*tensors[:place], x, *tensors[place + 1 :])
+
+    with pytest.raises(NotImplementedError, match=f"^{name}: .* no forward-mode"):
+        torch.func.jvp(of_one, (tensors[place],), (tensors[place],))

@@ -167,14 +167,15 @@ def test_a_chain_walks_the_heads_of_its_group_as_the_schedule_says(name: str, ca
 
 
 def test_parts_of_a_group_are_summed_in_order() -> None:
-    """MQA cuts its group: the same as the sum of calls with one query head, one after the other."""
-    q, k, v, dout = inputs(130, 200, 4, 1, batch=1)
+    """MQA cuts its group: the same as the sum of calls with a part's query heads, one after the other."""
+    parts, heads = 4, 16  # with two query tiles each: 32 are the least of a part
+    q, k, v, dout = inputs(130, 200, parts * heads, 1, batch=1)
     _, _, dk, dv = run(q, k, v, dout, False, "shift")
     sums = [torch.zeros_like(k), torch.zeros_like(v)]
-    for h in range(4):
-        head = slice(h, h + 1)
-        _, _, dk_h, dv_h = run(q[:, :, head], k, v, dout[:, :, head], False, "shift")
-        sums = [total + part for total, part in zip(sums, (dk_h, dv_h), strict=True)]
+    for p in range(parts):
+        part = slice(p * heads, (p + 1) * heads)
+        _, _, dk_p, dv_p = run(q[:, :, part], k, v, dout[:, :, part], False, "shift")
+        sums = [total + x for total, x in zip(sums, (dk_p, dv_p), strict=True)]
     # dk is scaled after the sum, by a power of two here: exact.
     assert same_bits(dk, sums[0]) and same_bits(dv, sums[1])
 

@@ -287,13 +287,17 @@ def test_shift_climbs_under_a_causal_mask_on_a_square(kv_tiles, q_rows, kv_rows)
                 assert claims == sorted(claims)
 
 
-@pytest.mark.parametrize("kv_tiles", [2, 3, 8, 33, 64, 128])
+@pytest.mark.parametrize("kv_tiles", [2, 3, 8, 33, 64, 128, 200])
 def test_a_band_that_climbs_has_a_query_tile_for_everybody(kv_tiles):
     """Chains of a band that start together are never at one query tile, and the first ones are ahead."""
     policy = make_policy("shift", _native.TileGrid(kv_tiles * 4, kv_tiles * 4, 4, 4, True))
     chains = policy.chain_table(1)[:, 1].tolist()
     ends = [i + 1 for i, kv in enumerate(chains) if i + 1 == len(chains) or chains[i + 1] > kv]
-    assert len(ends) == max(2, -(-kv_tiles // LARGEST_GROUP))
+    left = kv_tiles
+    for begin, end in itertools.pairwise([0, *ends]):  # half of what is left, rounded up
+        assert end - begin == min(LARGEST_GROUP, (left + 1) // 2)
+        left -= end - begin
+    assert left == 0
     visits = chain_visits(policy)
     for begin, end in itertools.pairwise([0, *ends]):
         check_stall_free(policy, [[(kv, q) for q in visits[kv]] for kv in chains[begin:end]])

@@ -33,9 +33,9 @@ std::pair<int, int> tile_shape_of(int head_dim) {
     return {shape.q_rows, shape.kv_rows};
 }
 
-int query_head_parts_of(int heads_q, int heads_k, int kv_tiles, bool causal) {
+int query_head_parts_of(int heads_q, int heads_k, schedule::TileGrid const& grid, int head_dim) {
     check_heads(heads_q, heads_k);
-    return query_head_parts(heads_q, heads_k, kv_tiles, causal);
+    return query_head_parts(heads_q, heads_k, grid, head_dim);
 }
 
 int64_t workspace_bytes(int batch, int seqlen_q, int seqlen_k, int heads_q, int heads_k, int head_dim, bool causal) {
@@ -56,7 +56,7 @@ int64_t workspace_bytes(int batch, int seqlen_q, int seqlen_k, int heads_q, int 
 
 void bind_workspace(py::module_& m) {
     m.def("tile_shape", &tile_shape_of, "head_dim"_a);
-    m.def("query_head_parts", &query_head_parts_of, "heads_q"_a, "heads_k"_a, "kv_tiles"_a, "causal"_a);
+    m.def("query_head_parts", &query_head_parts_of, "heads_q"_a, "heads_k"_a, "grid"_a, "head_dim"_a);
     m.def("workspace_bytes", &workspace_bytes, "batch"_a, "seqlen_q"_a, "seqlen_k"_a, "heads_q"_a, "heads_k"_a,
           "head_dim"_a, "causal"_a);
 }

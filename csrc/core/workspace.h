@@ -8,18 +8,31 @@
 
 namespace dash {
 
-// How many CTAs share the query heads of one KV head. One, as a rule: a CTA walks its KV tile over all
-// query heads of the group and dK, dV never leave its registers. Where one batch entry alone would
-// leave most SMs idle (MQA) the group is cut, and dK, dV are summed in the order of the parts. The bits
-// depend on the cut, so it knows neither the device at hand nor the batch around the entry.
-// Under a causal mask chains differ in length, and a long one needs a short one beside it on its SM.
-inline int query_head_parts(int heads_q, int heads_k, int kv_tiles, bool causal) {
-    int const wanted = (causal ? 2 : 1) * schedule::kChainsThatFillAChip;
+// How many query tiles, over all its query heads, a chain must keep when a group is cut into parts, since every part
+// pays for a sum of dK and dV. Measured on H200 (docs/performance.md). Fewer where SMs would be idle otherwise than
+// where the cut serves the L2 cache, which at head dimension 64 has half as many bytes to hold.
+constexpr int kShortestPart = 32;
+constexpr int shortest_part_for_cache(int head_dim) { return head_dim == 64 ? 256 : 64; }
+
+// How many CTAs share the query heads of one KV head. With one, a CTA walks its KV tile over all query heads of the
+// group and dK, dV never leave its registers. The group is cut, and dK, dV are summed in the order of the parts,
+//   - where one batch entry alone would leave most SMs idle (MQA). Under a causal mask chains differ in length, and
+//     a long one needs a short one beside it on its SM;
+//   - under a causal mask, where chains are long: the short ones would soon be heads ahead of the long ones, and
+//     Q, dO and dQ of all these heads are more than the L2 cache holds.
+// The bits depend on the cut, so it knows neither the device at hand nor the batch around the entry.
+inline int query_head_parts(int heads_q, int heads_k, schedule::TileGrid const& grid, int head_dim) {
+    int const wanted = (grid.causal ? 2 : 1) * schedule::kChainsThatFillAChip;
     int const group = heads_q / heads_k;
-    int64_t const chains = int64_t(heads_k) * kv_tiles;
-    for (int parts = 1; parts < group; ++parts)
-        if (group % parts == 0 && chains * parts >= wanted) return parts;
-    return group;
+    int64_t const chains = int64_t(heads_k) * grid.kv_tiles();
+    int parts = 1;
+    for (int cut = 2; cut <= group; ++cut) {
+        int64_t const tiles = int64_t(group / cut) * grid.q_tiles();
+        bool const idle = chains * parts < wanted && tiles >= kShortestPart;
+        bool const long_chains = grid.causal && tiles >= shortest_part_for_cache(head_dim);
+        if (group % cut == 0 && (idle || long_chains)) parts = cut;
+    }
+    return parts;
 }
 
 inline schedule::TileGrid tile_grid(BackwardParams const& p) {
@@ -43,7 +56,7 @@ struct WorkspaceLayout {
 inline WorkspaceLayout workspace_layout(BackwardParams const& p) {
     TileShape const shape = tile_shape(p.head_dim);
     schedule::TileGrid const grid = tile_grid(p);
-    int const parts = query_head_parts(p.heads_q, p.heads_k, grid.kv_tiles(), grid.causal);
+    int const parts = query_head_parts(p.heads_q, p.heads_k, grid, p.head_dim);
     int64_t const q_tiles = int64_t(p.batch) * p.heads_q * grid.q_tiles();
     int64_t const kv_tiles = int64_t(p.batch) * p.heads_k * grid.kv_tiles();
     int64_t const dq_bytes = grid.kv_tiles() > 1 ? q_tiles * shape.q_rows * p.head_dim * 4 : 0;

@@ -72,6 +72,25 @@ int guarded(char* message, size_t size, F&& f) {
     }
 }
 
+// The device of the calling thread, for as long as this lives: what the caller had set is set again afterwards.
+class CurrentDevice {
+  public:
+    explicit CurrentDevice(int device) {
+        check(cudaGetDevice(&before_), "device");
+        if (device != before_) check(cudaSetDevice(device), "device");
+        changed_ = device != before_;
+    }
+    ~CurrentDevice() {
+        if (changed_) cudaSetDevice(before_);
+    }
+    CurrentDevice(CurrentDevice const&) = delete;
+    CurrentDevice& operator=(CurrentDevice const&) = delete;
+
+  private:
+    int before_ = 0;
+    bool changed_ = false;
+};
+
 int multiprocessors(int device) {
     int count = 0;
     check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "device");
@@ -144,7 +163,7 @@ struct WorkspacePointers {
 
 int prepare(BackwardParams const& p) {
     validate(p);
-    check(cudaSetDevice(p.device), "device");
+    CurrentDevice const current(p.device);
     stuck_report();  // fails, if it does, before the first launch
     WorkspaceLayout const layout = workspace_layout(p);
     WorkspacePointers const workspace(p, layout);
@@ -176,7 +195,7 @@ int prepare(BackwardParams const& p) {
 
 int run(BackwardParams const& p) {
     validate(p);
-    check(cudaSetDevice(p.device), "device");
+    CurrentDevice const current(p.device);
     WorkspaceLayout const layout = workspace_layout(p);
     WorkspacePointers const workspace(p, layout);
     TileShape const shape = tile_shape(p.head_dim);
@@ -206,7 +225,7 @@ int run(BackwardParams const& p) {
     args.batch = p.batch;
     args.heads_q = p.heads_q;
     args.heads_k = p.heads_k;
-    args.parts = query_head_parts(p.heads_q, p.heads_k, args.grid.kv_tiles(), args.grid.causal);
+    args.parts = query_head_parts(p.heads_q, p.heads_k, args.grid, p.head_dim);
     args.heads_per_part = p.heads_q / p.heads_k / args.parts;
     args.chain_heads = p.batch * p.heads_k * args.parts;
     args.chains = args.chain_heads * args.grid.kv_tiles();

@@ -32,7 +32,7 @@ struct Loader {
             if (claim >= args.chains) {
                 work.batch = -1;
                 shared.chain_full[place.slot].arrive();
-                if (chain_count > 0) send_dv(chain_count - 1);
+                if (chain_count > 0) send_dv(shared.loader_chains - 1);  // the same number, in no register
                 return;
             }
             schedule::Chain const chain = policy.chain(claim, args.chain_heads);
@@ -105,8 +105,8 @@ struct Loader {
     __device__ void send_dv(uint32_t chain_count) {
         shared.dv_full.wait(chain_count & 1);
         Work const& done = shared.work[chain_count % Config::kChainSlots];
+        cutlass::arch::fence_view_async_shared();  // also for V, which is loaded over dV
         if (done.part + 1 < args.parts) return;
-        cutlass::arch::fence_view_async_shared();
 #pragma unroll
         for (int panel = 0; panel < Config::kPanels; ++panel)
             cute::SM90_TMA_STORE_4D::copy(&args.dv, shared.v + panel * Config::kKvRows * Config::kPanelColumns,

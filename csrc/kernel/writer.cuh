@@ -138,6 +138,7 @@ struct Writer {
             }
             float* const sum = args.dkv_sum + int64_t(piece) * Config::kPartFloats;
             if (work().part + 1 == args.parts) {
+                cutlass::arch::fence_view_async_shared();  // what was staged here before may have gone nowhere
                 sum_full.arrive_and_expect_tx(kBytes);
                 cute::SM90_BULK_COPY_G2S::copy(sum, reinterpret_cast<uint64_t*>(&sum_full), shared.dq[writer()],
                                                kBytes);

@@ -17,8 +17,8 @@ namespace dash::schedule {
 //   KV 1     q1  q2  q3            is ahead of it before anyone waits, where a rotation would pass a late
 //   KV 0     q0  q1  q2  q3        start on to the whole group.
 //
-// KV tiles are cut into bands, and a band of all heads of a block is issued before the next: the short
-// chains of the last band even out what the long ones leave over.
+// KV tiles are cut into bands, each of half of what is left, and a band of all heads of a block is issued before
+// the next: the longer chains first, and ever shorter ones even out what they leave over.
 //
 // Under other causal masks a chain keeps the cycle's order and leaves out what it does not see; that is
 // valid but not free of stalls.
@@ -30,42 +30,38 @@ struct Shift {
     static constexpr bool kWaitsInLine = false;
     TileGrid grid;
     CyclicGroups cycle;
-    int band;  // KV tiles a band, or 0: no chain climbs
+    bool climbs;
 
     DASH_HD explicit Shift(TileGrid const& g)
-        : grid(g),
-          cycle(g.kv_tiles(), 0, g.q_tiles()),
-          band(g.causal && g.offset() == 0 && g.q_rows <= g.kv_rows
-                   ? ceil_div(g.kv_tiles(), max_of(2, ceil_div(g.kv_tiles(), kMaxCyclicGroup)))
-                   : 0) {}
+        : grid(g), cycle(g.kv_tiles(), 0, g.q_tiles()), climbs(g.causal && g.offset() == 0 && g.q_rows <= g.kv_rows) {}
 
     DASH_HD int visits(int kv_tile) const { return grid.q_tiles() - grid.first_query(kv_tile); }
 
     DASH_HD int visit(int kv_tile, int step) const {
         int const first = grid.first_query(kv_tile);
-        if (band) return first + step;
+        if (climbs) return first + step;
         int const q_tile = max_of(first, cycle.start(kv_tile)) + step;
         return q_tile < grid.q_tiles() ? q_tile : q_tile - grid.q_tiles() + first;
     }
 
     DASH_HD int rank(int kv_tile, int q_tile) const {
         int const visible = grid.contributors(q_tile);
-        if (!band) return cycle.rank(kv_tile, q_tile, visible);
-        int const begin = kv_tile / band * band;
-        return begin + min_of(visible, begin + band) - 1 - kv_tile;
+        if (!climbs) return cycle.rank(kv_tile, q_tile, visible);
+        int const begin = band_begin(kv_tile);
+        return begin + min_of(visible, band_end(begin)) - 1 - kv_tile;
     }
 
     // Without a mask all chains have equally many visits, and are in step whatever the order. Chains that climb are
     // ahead of those who wait for them.
     DASH_HD HeadOrder heads(int kv_tile, int group) const {
-        return {grid.causal && !band ? group : 1, visits(kv_tile)};
+        return {grid.causal && !climbs ? group : 1, visits(kv_tile)};
     }
 
     DASH_HD Chain chain(int claim, int heads) const {
         HeadBlock const block(claim, heads, heads_per_block(heads, chains_at_first()), grid.kv_tiles());
-        if (band) {
-            int const begin = block.claim / (band * block.heads) * band;
-            int const size = min_of(band, grid.kv_tiles() - begin);
+        if (climbs) {
+            int const begin = band_begin(block.claim / block.heads);
+            int const size = band_end(begin) - begin;
             int const place = block.claim - begin * block.heads;
             return {block.first_head + place / size, begin + size - 1 - place % size};
         }
@@ -73,13 +69,26 @@ struct Shift {
         return {block.first_head + c.head, c.kv_tile};
     }
     DASH_HD int cycle_end(int claim, int heads) const {
-        if (band) return claim + 1;
+        if (climbs) return claim + 1;
         HeadBlock const block(claim, heads, heads_per_block(heads, chains_at_first()), grid.kv_tiles());
         return block.first_claim + cycle.cycle_end(block.claim, block.heads);
     }
-    DASH_HD int chains_at_first() const { return band ? band : cycle.group_size; }
-    DASH_HD int slot(int kv_tile) const { return band ? kv_tile % band : kv_tile - cycle.group_begin(kv_tile); }
-    DASH_HD int resident_ctas_needed() const { return band ? 1 : min_of(cycle.group_size, cycle.members); }
+    DASH_HD int chains_at_first() const { return climbs ? band_end(0) : cycle.group_size; }
+    DASH_HD int slot(int kv_tile) const {
+        return kv_tile - (climbs ? band_begin(kv_tile) : cycle.group_begin(kv_tile));
+    }
+    DASH_HD int resident_ctas_needed() const { return climbs ? 1 : min_of(cycle.group_size, cycle.members); }
+
+  private:
+    // A band's end, and the begin of the one that a KV tile is in.
+    DASH_HD int band_end(int begin) const {
+        return begin + min_of(kMaxCyclicGroup, ceil_div(grid.kv_tiles() - begin, 2));
+    }
+    DASH_HD int band_begin(int kv_tile) const {
+        int begin = 0;
+        for (int end = band_end(0); end <= kv_tile; end = band_end(end)) begin = end;
+        return begin;
+    }
 };
 
 }  // namespace dash::schedule

@@ -19,8 +19,8 @@ from dash_flash_attn import _native, kernels, ops
 from dash_flash_attn.layout import matrix
 from dash_flash_attn.schedule import Schedule
 
-def prepared(head_dim):
-    case = Case(300, 300, 4, 2, head_dim, torch.bfloat16, True, batch=1)
+def prepared(head_dim, heads=4, kv_heads=2):
+    case = Case(300, 300, heads, kv_heads, head_dim, torch.bfloat16, True, batch=1)
     q, k, v, dout = case.inputs()
     return case, (dout, q, k, v, *forward(case, q, k, v))
 """
@@ -36,16 +36,16 @@ def run_python(body: str, *before: str, seconds: int) -> subprocess.CompletedPro
 def test_a_turn_that_never_comes_ends_in_an_error(waits_at: str) -> None:
     """Counters of one kind hold garbage, nobody clears them: the kernel must say where it waits, and end."""
     body = f"""
-    case, (dout, q, k, v, out, lse) = prepared(128)
+    case, (dout, q, k, v, out, lse) = prepared(128, 16, 1)
     kernels.not_loaded()
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
-    shape = (1, 300, 300, 4, 2, 128)
+    shape = (1, 300, 300, 16, 1, 128)
     workspace = torch.zeros(_native.workspace_bytes(*shape, True), dtype=torch.uint8, device="cuda")
     # It ends with a word for each query tile and head, four for each KV tile and KV head, two of claims and
     # one for each head.
     grid = Schedule("shift", 300, 300, 128, True).grid
-    assert _native.query_head_parts(4, 2, grid.kv_tiles(), True) == 2  # or KV tiles would wait for nobody
-    sizes = dict(query=4 * grid.q_tiles(), KV=4 * 2 * grid.kv_tiles(), claims=2, statistics=4)
+    assert _native.query_head_parts(16, 1, grid, 128) == 2  # or KV tiles would wait for nobody
+    sizes = dict(query=16 * grid.q_tiles(), KV=4 * grid.kv_tiles(), claims=2, statistics=16)
     words = workspace.view(torch.int32)[-sum(sizes.values()) :].split(list(sizes.values()))
     words[list(sizes).index({waits_at!r})].fill_(-1)
     _native.backward(
@@ -76,7 +76,7 @@ def test_compute_sanitizer(tool: str) -> None:
             backward(case, tensors, schedule)
             backward(case, tensors, schedule, sm_margin=few)  # several chains on each of three CTAs
         # Parts of a group, and query tiles to which one KV tile contributes.
-        one = Case(100, 100, 8, 1, head_dim, torch.bfloat16, False, batch=3)
+        one = Case(100, 100, 64, 1, head_dim, torch.bfloat16, False, batch=1)
         q, k, v, dout = one.inputs()
         backward(one, (dout, q, k, v, *forward(one, q, k, v)), "shift", sm_margin=few)
     torch.cuda.synchronize()
