@@ -303,8 +303,7 @@ def measure_cell(
     def step(system: System) -> tuple[Tensor, ...]:
         return torch.autograd.grad(block(x, system.attention), wanted, dout)
 
-    group = model.heads // model.kv_heads
-    alias = behind_auto([s.name for s in systems], seqlen + model.extra, model.head_dim, model.causal, group)
+    alias = behind_auto([s.name for s in systems], seqlen + model.extra, model.head_dim, model.causal)
     rows = {system.name: {**describe(cell), "system": system.name} for system in systems}
     runs = {}
     for system in systems:

@@ -44,21 +44,18 @@ _FORWARD = torch.ops.dash_flash_attn.forward.default
 _BACKWARD = torch.ops.dash_flash_attn.backward.default
 
 
-def auto_schedule(seqlen_q: int, seqlen_k: int, head_dim: int, causal: bool, group: int = 1) -> str:
-    """The schedule behind "auto". A function of the shape alone, since the bits depend on it.
-
-    group: query heads for each KV head.
-    """
+def auto_schedule(seqlen_q: int, seqlen_k: int, head_dim: int, causal: bool) -> str:
+    """The schedule behind "auto". A function of the shape alone, since the bits depend on it."""
     if not causal:
         return "shift"
-    # Chains that climb from the diagonal do not mind late starts. For groups at head dimension 64 that is worth
-    # less than the even end of the other order (docs/schedules.md, "auto").
-    if seqlen_q == seqlen_k and (group == 1 or head_dim == 128):
+    # Above 128 KV tiles half of them are more than one cycle of symmetric_shift. Waiting in line costs less than
+    # that, but not at head dimension 64, where a reduction takes longer (docs/lab.md, "Above 128 KV tiles").
+    long = seqlen_k > 128 * _native.tile_shape(head_dim)[1]
+    # Chains that climb from the diagonal do not mind late starts, but at head dimension 64 the even end of
+    # the other order is worth more, once there are more than a few tiles (docs/schedules.md, "auto").
+    if seqlen_q == seqlen_k and (head_dim == 128 or seqlen_k <= 1024 or long):
         return "shift"
-    # Above 128 KV tiles half of them are more than one cycle, and waiting in line costs less than that, but
-    # not at head dimension 64, where a reduction takes longer (docs/lab.md, "Above 128 KV tiles").
-    long = 128 * _native.tile_shape(head_dim)[1]
-    return "descending" if head_dim == 128 and seqlen_k > long else "symmetric_shift"
+    return "descending" if head_dim == 128 and long else "symmetric_shift"
 
 
 def _empty_forward(q: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,7 +94,7 @@ def _backward_cpu(dout, q, k, v, out, lse, softmax_scale, causal, schedule, dete
     if q.numel() == 0 or k.numel() == 0:
         return _zero_gradients(q, k, v)
     if schedule == "auto":
-        schedule = auto_schedule(q.shape[1], k.shape[1], q.shape[3], causal, q.shape[2] // k.shape[2])
+        schedule = auto_schedule(q.shape[1], k.shape[1], q.shape[3], causal)
     return reference.backward(dout, q, k, v, out, lse, softmax_scale, causal, schedule)
 
 
@@ -114,7 +111,7 @@ def _backward_cuda(dout, q, k, v, out, lse, softmax_scale, causal, schedule, det
         _warn_once(reason)
         return _backward_flash2(dout, q, k, v, out, lse, softmax_scale, causal, deterministic)
     if schedule == "auto":
-        schedule = auto_schedule(seqlen_q, seqlen_k, head_dim, causal, heads_q // heads_k)
+        schedule = auto_schedule(seqlen_q, seqlen_k, head_dim, causal)
     q, k, v, out, dout = map(addressable, (q, k, v, out, dout))
     lse = lse.contiguous()
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
@@ -259,7 +256,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *options: object) -> tuple[Tensor
 def _refuse_tangents(**tensors: Tensor) -> None:
     for name, x in tensors.items():
         if forward_ad.unpack_dual(x).tangent is not None:
-            raise NotImplementedError(f"{name}: it carries a tangent, and there is no forward-mode derivative")
+            raise NotImplementedError(
+                f"{name}: it carries a tangent, and there is no forward-mode derivative"
+            )
 
 
 def _no_second_gradient(ctx, *_):

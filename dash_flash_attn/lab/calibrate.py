@@ -236,7 +236,7 @@ def _worst(choices: Sequence[Choice]) -> Choice | None:
 
 def auto(shape: Shape) -> str:
     """What "auto" takes."""
-    return auto_schedule(shape.seqlen, shape.seqlen, shape.head_dim, shape.causal, shape.group)
+    return auto_schedule(shape.seqlen, shape.seqlen, shape.head_dim, shape.causal)
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:

@@ -82,9 +82,7 @@ def explain(
     Raises ValueError for an unknown schedule or sizes that are no call.
     """
     asked = schedule if schedule == "auto" else schedule_name(schedule)
-    chosen = (
-        auto_schedule(seqlen_q, seqlen_k, head_dim, causal, heads_q // heads_k) if asked == "auto" else asked
-    )
+    chosen = auto_schedule(seqlen_q, seqlen_k, head_dim, causal) if asked == "auto" else asked
     if costs is None:
         if head_dim not in H200_COSTS:
             raise ValueError(f"head_dim is {head_dim}, and costs are known for {sorted(H200_COSTS)}")
