@@ -48,9 +48,9 @@ def auto_schedule(seqlen_q: int, seqlen_k: int, head_dim: int, causal: bool) -> 
     """The schedule behind "auto". A function of the shape alone, since the bits depend on it."""
     if not causal:
         return "shift"
-    # Above 128 KV tiles half of them are more than one cycle of symmetric_shift. Waiting in line costs less than
-    # that, but not at head dimension 64, where a reduction takes longer (docs/lab.md, "Above 128 KV tiles").
-    long = seqlen_k > 128 * _native.tile_shape(head_dim)[1]
+    # Above 128 KV tiles half of them are more than one cycle of symmetric_shift. Waiting in line costs less
+    # than that, but not at head dimension 64, whose reductions take longer (docs/lab.md, "Above 128 KV tiles").
+    long = seqlen_k > 16384
     # Chains that climb from the diagonal do not mind late starts, but at head dimension 64 the even end of
     # the other order is worth more, once there are more than a few tiles (docs/schedules.md, "auto").
     if seqlen_q == seqlen_k and (head_dim == 128 or seqlen_k <= 1024 or long):

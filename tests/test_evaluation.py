@@ -331,12 +331,8 @@ def test_a_cell_of_the_sweep():
     assert by_name["shift"]["ratio_to_matmul"] == pytest.approx(flop(SMALL) / 2.0 / 1e9 / matmul[0])
     assert by_name["shift"]["matmul_tflops"] == pytest.approx(matmul[1])
     assert by_name["shift"]["tflops"] == pytest.approx(flop(SMALL) / 4.0 / 1e9)
-    # "auto" is symmetric shift here, and is not timed twice.
-    assert by_name["auto"] == {
-        **by_name["symmetric_shift"],
-        "system": "auto",
-        "measured_as": "symmetric_shift",
-    }
+    # "auto" is shift here, and is not timed twice.
+    assert by_name["auto"] == {**by_name["shift"], "system": "auto", "measured_as": "shift"}
     assert "--peers-path" in by_name["fa3+"]["error"] and "ms" not in by_name["fa3+"]
 
 
