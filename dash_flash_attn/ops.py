@@ -49,7 +49,8 @@ def auto_schedule(seqlen_q: int, seqlen_k: int, head_dim: int, causal: bool) -> 
     if not causal:
         return "shift"
     # Above 128 KV tiles half of them are more than one cycle of symmetric_shift. Waiting in line costs less
-    # than that, but not at head dimension 64, whose reductions take longer (docs/lab.md, "Above 128 KV tiles").
+    # than that, but not at head dimension 64, whose reductions take longer (docs/lab.md, "Above 128 KV
+    # tiles").
     long = seqlen_k > 16384
     # Chains that climb from the diagonal do not mind late starts, but at head dimension 64 the even end of
     # the other order is worth more, once there are more than a few tiles (docs/schedules.md, "auto").

@@ -378,3 +378,36 @@ def test_sizes_and_tiles_are_checked():
     ):
         with pytest.raises(IndexError):
             call()
+
+
+# Parts of a group of query heads.
+
+
+def parts_of(heads_q, heads_k, seqlen, head_dim, causal=True):
+    return _native.query_head_parts(
+        heads_q, heads_k, Schedule("naive", seqlen, seqlen, head_dim, causal).grid, head_dim
+    )
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+def test_parts_are_whole_and_not_too_short(head_dim, causal):
+    for (heads_k, group), seqlen in itertools.product(
+        itertools.product((1, 2, 8), (1, 2, 6, 7, 8, 32)), (1, 100, 512, 1000, 2048, 4096, 16384)
+    ):
+        parts = parts_of(heads_k * group, heads_k, seqlen, head_dim, causal)
+        q_tiles = Schedule("naive", seqlen, seqlen, head_dim, causal).grid.q_tiles()
+        assert group % parts == 0
+        assert parts == 1 or group // parts * q_tiles >= 32
+
+
+def test_groups_are_cut_where_it_was_measured_to_pay():
+    """docs/schedules.md, "The heads of a group"."""
+    by_length = {1024: 2, 2048: 2, 4096: 4, 8192: 4, 16384: 4}
+    assert {n: parts_of(32, 8, n, 128) for n in by_length} == by_length
+    assert [parts_of(64, 8, n, 128) for n in (2048, 4096)] == [4, 8]
+    assert [parts_of(32, 8, n, 64) for n in (1024, 4096, 8192, 16384)] == [1, 1, 1, 2]
+    # Without a mask only for a chip that would be idle otherwise; without a group never.
+    assert [parts_of(32, 8, n, 128, False) for n in (2048, 16384)] == [1, 1]
+    assert [parts_of(32, heads_k, 2048, 128, False) for heads_k in (4, 1)] == [2, 8]
+    assert parts_of(32, 32, 16384, 128) == 1
