@@ -171,7 +171,9 @@ CAUSAL = ("naive", "descending", "symmetric_shift")
 
 CLAIMS: tuple[tuple[str, str, str, Question], ...] = (
     ("Determinism costs FlashAttention-3 throughput", "up to 37.9 %", "backward", cost_of_fa3),
+    ("The same, short or single sequences and LLaMA3-8B's shape", NONE, "small_jobs", cost_of_fa3),
     ("With a schedule that fits, it costs little", NONE, "backward", cost_here),
+    ("The same, short or single sequences and LLaMA3-8B's shape", NONE, "small_jobs", cost_here),
     ("Speed over deterministic FlashAttention-3", "up to 1.28x", "backward", gain_over_fa3),
     ("The same over our own naive order, full mask", NONE, "backward", gain_over_naive(False)),
     ("The same over our own naive order, causal mask", NONE, "backward", gain_over_naive(True)),

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .schedule import schedule_name
+from .schedule import SCHEDULES, schedule_name
 
 CUDA_HEAD_DIMS = (64, 128)
 CUDA_MAX_BATCH = CUDA_MAX_HEADS = 65535  # two dimensions of a launch
@@ -34,6 +34,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise TypeError(f"{name}: expected q's dtype {dtype}, got {x.dtype}")
         if x.device != device:
             raise ValueError(f"{name}: expected q's device {device}, got {x.device}")
+        if x.layout is not torch.strided:
+            raise TypeError(f"{name}: expected a dense tensor, got the layout {x.layout}")
         if shape[0] != q_shape[0] or shape[3] != q_shape[3]:
             raise ValueError(f"{name}: expected q's batch and head_dim, {_shape(q)}, got {_shape(x)}")
     if v_shape != k_shape:
@@ -86,13 +88,26 @@ def lse_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
+def check_call(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
+    """Refuses arguments of another type: TypeError."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {x!r:.100}")
+    # Or a caller of flash_attn 2, who passes the scale in this position, would get a mask.
+    if causal not in (True, False):
+        raise TypeError(f"causal: expected True or False, got {causal!r}")
+
+
 def check_scale(softmax_scale: float | None, head_dim: int) -> float:
     """The factor on the scores: 1 / sqrt(head_dim) for None.
 
-    ValueError unless positive and finite, as a float32 and with room for the kernels' factor log2(e).
+    TypeError for what is no number. ValueError unless positive and finite, as a float32 and with room for the
+    kernels' factor log2(e).
     """
     if softmax_scale is None:
         return max(head_dim, 1) ** -0.5
+    if not hasattr(softmax_scale, "__float__"):
+        raise TypeError(f"softmax_scale: expected a number, got {softmax_scale!r}")
     # Zero is refused as well: it is what a caller of flash_attn 2 passes as dropout_p in this position.
     if not _SMALLEST_SCALE <= softmax_scale <= _LARGEST_SCALE:
         raise ValueError(
@@ -120,7 +135,12 @@ def check_schedule(schedule: str | None, deterministic_schedule: str | None) -> 
 def _name(schedule: str) -> str:
     if not isinstance(schedule, str):
         raise TypeError(f"schedule: expected a name, got {schedule!r}")
-    return "auto" if schedule == "auto" else schedule_name(schedule)
+    if schedule.lower() == "auto":
+        return "auto"
+    try:
+        return schedule_name(schedule)
+    except ValueError:
+        raise ValueError(f"schedule: {schedule!r} is none of auto, {', '.join(SCHEDULES)}") from None
 
 
 def check_features(
@@ -141,15 +161,15 @@ def check_features(
 
     Raises:
         NotImplementedError: an option that would change the result or is not offered.
-        ValueError: a negative sm_margin.
+        TypeError, ValueError: an sm_margin that is no number, or negative.
     """
     if qv is not None:
         raise NotImplementedError("qv: not supported, pass None")
     for name, value in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
         if value is not None:
             raise NotImplementedError(f"{name}: there are no 8-bit kernels, pass None")
-    if any(side not in (-1, None) for side in window_size):
-        raise NotImplementedError(f"window_size: only (-1, -1), no window, got {tuple(window_size)}")
+    if window_size not in ((-1, -1), [-1, -1], (None, None), [None, None]):
+        raise NotImplementedError(f"window_size: only (-1, -1), no window, got {window_size!r}")
     if attention_chunk != 0:
         raise NotImplementedError(f"attention_chunk: only 0, no chunks, got {attention_chunk}")
     if softcap != 0.0:
@@ -160,6 +180,8 @@ def check_features(
         raise NotImplementedError("pack_gqa: query heads are never packed, pass None")
     if dropout_p != 0.0:
         raise NotImplementedError(f"dropout_p: only 0.0, no dropout, got {dropout_p}")
+    if not isinstance(sm_margin, int):
+        raise TypeError(f"sm_margin: expected a number of SMs, got {sm_margin!r}")
     if sm_margin < 0:
         raise ValueError(f"sm_margin: the number of SMs to leave free, 0 or more, got {sm_margin}")
 

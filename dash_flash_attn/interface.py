@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .checks import check_features, check_scale, check_schedule
+from .checks import check_call, check_features, check_scale, check_schedule
 
 
 def flash_attn_func(
@@ -71,6 +71,7 @@ def flash_attn_func(
         attention_chunk=attention_chunk, softcap=softcap, num_splits=num_splits, pack_gqa=pack_gqa,
         dropout_p=dropout_p, sm_margin=sm_margin,
     )  # fmt: skip
+    check_call(q, k, v, causal)
     out, lse = ops.attention(
         q,
         k,

@@ -48,15 +48,12 @@ def auto_schedule(seqlen_q: int, seqlen_k: int, head_dim: int, causal: bool) -> 
     """The schedule behind "auto". A function of the shape alone, since the bits depend on it."""
     if not causal:
         return "shift"
-    # Above 128 KV tiles half of them are more than one cycle of symmetric_shift. Waiting in line costs less
-    # than that, but not at head dimension 64, whose reductions take longer (docs/lab.md, "Above 128 KV
-    # tiles").
-    long = seqlen_k > 16384
     # Chains that climb from the diagonal do not mind late starts, but at head dimension 64 the even end of
-    # the other order is worth more, once there are more than a few tiles (docs/schedules.md, "auto").
-    if seqlen_q == seqlen_k and (head_dim == 128 or seqlen_k <= 1024 or long):
+    # the other order is worth more, once there are more than a few tiles (docs/schedules.md, "auto"). Above
+    # 128 KV tiles half of them are more than one cycle of that order (docs/lab.md, "Above 128 KV tiles").
+    if seqlen_k > 16384 or (seqlen_q == seqlen_k and (head_dim == 128 or seqlen_k <= 1024)):
         return "shift"
-    return "descending" if head_dim == 128 and long else "symmetric_shift"
+    return "symmetric_shift"
 
 
 def _empty_forward(q: Tensor) -> tuple[Tensor, Tensor]:
@@ -185,7 +182,7 @@ def _unobserved(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether a call's operators can go straight to the device's kernel, since nobody else looks at them.
 
     The dispatcher would ask subclasses, modes, transforms, tracers and profilers, and then call the kernel by
-    way of C++: of a small call that is a tenth of its CPU time (docs/performance.md).
+    way of C++: of a small call that is a fifth of its CPU time (docs/performance.md).
     """
     return (
         type(q) in _PLAIN

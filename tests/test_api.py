@@ -2,11 +2,15 @@
 
 import inspect
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from oracle import same_bits
 
+import dash_flash_attn
 from dash_flash_attn import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
 from dash_flash_attn.ops import auto_schedule
 from dash_flash_attn.schedule import SCHEDULES
@@ -221,3 +225,42 @@ def test_empty_tensors(batch: int, seqlen_q: int, seqlen_k: int) -> None:
     out.sum().backward()
     for x in (q, k, v):
         assert x.grad.shape == x.shape and (x.grad == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"q": None}, TypeError, "q: expected a tensor, got None"),
+        ({"v": [1.0]}, TypeError, "v: expected a tensor, got"),
+        ({"k": torch.zeros(2, 40, 2, 32).to_sparse()}, TypeError, "k: expected a dense tensor"),
+        ({"causal": "no"}, TypeError, "causal: expected True or False, got 'no'"),
+        ({"causal": 0.125}, TypeError, "causal: expected True or False, got 0.125"),
+        ({"softmax_scale": "x"}, TypeError, "softmax_scale: expected a number, got 'x'"),
+        ({"window_size": 128}, NotImplementedError, "window_size: only .* got 128"),
+        ({"window_size": None}, NotImplementedError, "window_size: only .* got None"),
+        ({"sm_margin": None}, TypeError, "sm_margin: expected a number of SMs, got None"),
+        ({"schedule": "best"}, ValueError, "schedule: 'best' is none of auto, naive"),
+        ({"schedule": 3}, TypeError, "schedule: expected a name"),
+    ],
+)
+def test_arguments_of_a_wrong_type_are_named(arguments, error, message) -> None:
+    tensors = dict(zip("qkv", qkv(), strict=True))
+    with pytest.raises(error, match=f"^{message}"):
+        flash_attn_func(**{**tensors, **arguments})
+
+
+def test_auto_in_any_case() -> None:
+    assert same_bits(flash_attn_func(*qkv(), schedule="AUTO"), flash_attn_func(*qkv()))
+
+
+def test_the_source_folder_alone_says_what_to_do(tmp_path) -> None:
+    """Beside an installed package it would be imported in its place, without its native module."""
+    package = tmp_path / "dash_flash_attn"
+    package.mkdir()
+    for source in Path(dash_flash_attn.__file__).parent.glob("*.py"):
+        (package / source.name).write_text(source.read_text())
+    result = subprocess.run(
+        [sys.executable, "-c", "import dash_flash_attn"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert result.returncode == 1
+    assert "ImportError: dash_flash_attn: " in result.stderr and "pip install -e ." in result.stderr

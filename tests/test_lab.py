@@ -519,10 +519,11 @@ def test_issuing_more_heads_at_once_helps_untidy_shapes():
         assert efficiency(large) > 0.97
 
 
-def test_long_causal_sequences_are_for_descending():
+def test_long_causal_sequences_are_not_for_symmetric_shift():
     # 192 KV tiles: two groups rotate one after the other, and stand in each other's way.
     calls = {name: plan_call(name, 1, 24576, 24576, 8, 8, 128, True) for name in SCHEDULES}
     assert efficiency(calls["descending"]) > 0.94
+    assert efficiency(calls["shift"]) > 0.94
     assert efficiency(calls["symmetric_shift"]) < 0.90
 
 
@@ -599,6 +600,9 @@ def test_command_names_what_does_not_fit(tmp_path):
     assert "shift is left out: it needs 8 SMs" in done.stderr
     wrong = run_lab("--schedule", "fifo")
     assert wrong.returncode == 2 and "none of naive" in wrong.stderr
+    for arguments in (("--tiles", "8", "16", "32"), ("explain", "--seqlen", "1", "2", "3")):
+        wrong = run_lab(*arguments)
+        assert wrong.returncode == 2 and "expected one number or two, got 3" in wrong.stderr
 
 
 def test_command_explains():

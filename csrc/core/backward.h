@@ -48,7 +48,7 @@ extern "C" {
 
 // All return 0, or another number with a text in `message`. Nothing was launched then.
 
-// Reads out, dout and lse; writes row statistics into dq; clears the counters.
+// Clears the counters (and the sum of dQ, if it has no order), and writes zeros to the rows of dQ that see no key.
 int dash_backward_prepare(dash::BackwardParams const* params, char* message, size_t message_size);
 // The main kernel; prepare comes first on the same stream.
 int dash_backward_run(dash::BackwardParams const* params, char* message, size_t message_size);

@@ -40,7 +40,7 @@ inline schedule::TileGrid tile_grid(BackwardParams const& p) {
     return {p.seqlen_q, p.seqlen_k, shape.q_rows, shape.kv_rows, p.causal != 0};
 }
 
-// One allocation, cut into four. The fp32 sums are tiles in an order that suits the kernel; nobody else
+// One allocation, cut into five. The fp32 sums are tiles in an order that suits the kernel; nobody else
 // reads them.
 struct WorkspaceLayout {
     int64_t dq_sum = 0;   // float (batch * heads_q, q_tiles, q_rows * head_dim)

@@ -142,7 +142,8 @@ void validate(BackwardParams const& p) {
         throw std::invalid_argument("schedule: its cycles of " + std::to_string(needed) +
                                     " KV tiles need as many multiprocessors, and there are " +
                                     std::to_string(resident) +
-                                    " after sm_margin; \"naive\" and \"descending\" run on any number");
+                                    " after sm_margin; \"naive\", \"descending\" and, under a causal mask with as many "
+                                    "queries as keys, \"shift\" run on any number");
 }
 
 struct WorkspacePointers {

@@ -9,7 +9,8 @@ namespace dash::schedule {
 // a constant because the bits may not depend on the device.
 constexpr int kMaxCyclicGroup = 64;
 
-// About the number of SMs of a full chip. It shapes the order of issue, never the bits.
+// About the number of SMs of a full chip. It shapes the order of issue, and decides into how many parts a group of
+// query heads is cut (core/workspace.h), so the bits depend on it: a constant too.
 constexpr int kChainsThatFillAChip = 128;
 
 // `members` KV tiles cut into groups of nearly equal size, each group rotating over the `span` query

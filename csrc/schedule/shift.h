@@ -13,9 +13,9 @@ namespace dash::schedule {
 //
 //   step      0   1   2   3        The chain of the highest KV tile is the first at every query tile and
 //   KV 3     q3                    is issued first, so that each waits for chains issued before it only,
-//   KV 2     q2  q3                and on any number of SMs. A chain may start two steps late for each that
-//   KV 1     q1  q2  q3            is ahead of it before anyone waits, where a rotation would pass a late
-//   KV 0     q0  q1  q2  q3        start on to the whole group.
+//   KV 2     q2  q3                and on any number of SMs. A chain may start as late as its neighbour is
+//   KV 1     q1  q2  q3            ahead (the query tiles in a KV tile) before those below it wait, where a
+//   KV 0     q0  q1  q2  q3        rotation would pass a late start on to the whole group.
 //
 // KV tiles are cut into bands, each of half of what is left, and a band of all heads of a block is issued before
 // the next: the longer chains first, and ever shorter ones even out what they leave over.

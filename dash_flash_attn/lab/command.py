@@ -15,7 +15,9 @@ from pathlib import Path
 from ..schedule import SCHEDULES, plan, schedule_name
 from .simulate import MODELS, Simulation, simulate
 
-MISSING = "The lab's command needs matplotlib and rich: pip install 'dash-flash-attn[lab]'"
+MISSING = (
+    "The lab's command needs matplotlib and rich: they come with the extra [lab], as in pip install '.[lab]'"
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -28,7 +30,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _draw(argv: Sequence[str]) -> int:
-    options = _draw_parser().parse_args(argv)
+    parser = _draw_parser()
+    options = parser.parse_args(argv)
+    _check_pairs(parser, tiles=options.tiles)
     try:
         from rich.console import Console
 
@@ -94,6 +98,13 @@ def _table(runs: Sequence[Simulation], title: str):
     return table
 
 
+def _check_pairs(parser: argparse.ArgumentParser, **values: Sequence[int]) -> None:
+    """Ends the command if an option that takes one number or two was given more."""
+    for name, numbers in values.items():
+        if len(numbers) > 2:
+            parser.error(f"argument --{name}: expected one number or two, got {len(numbers)}")
+
+
 def _explain(argv: Sequence[str]) -> int:
     from .explain import H200_SMS, explain
 
@@ -106,6 +117,7 @@ def _explain(argv: Sequence[str]) -> int:
     parser.add_argument("--schedule", default="auto")
     parser.add_argument("--sms", type=_positive, default=H200_SMS)
     options = parser.parse_args(argv)
+    _check_pairs(parser, seqlen=options.seqlen, heads=options.heads)
     try:
         print(
             explain(

@@ -104,23 +104,30 @@ def explain(
 
     mask = "causal" if causal else "full"
     call = f"batch {batch}, {seqlen_q} x {seqlen_k}, {heads_q}/{heads_k} heads, d {head_dim}, {mask}"
-    reason = _reason(asked, causal, next(f for f in forecasts if f.schedule == chosen), forecasts, num_sms)
+    reason = _reason(
+        asked,
+        causal,
+        seqlen_q == seqlen_k,
+        next(f for f in forecasts if f.schedule == chosen),
+        forecasts,
+        num_sms,
+    )
     return Explanation(call, chosen, reason, bound, tuple(forecasts))
 
 
-# Why "auto" is what it is under a causal mask.
-_CAUSAL = {
-    "shift": "all chains climb from the diagonal, and a late start holds nobody up",
-    "symmetric_shift": "long and short chains share a CTA",
-    "descending": "the line at the start is short against such chains, which stay together",
-}
-
-
-def _reason(asked: str, causal: bool, chosen: Forecast, forecasts: list[Forecast], num_sms: int) -> str:
+def _reason(
+    asked: str, causal: bool, square: bool, chosen: Forecast, forecasts: list[Forecast], num_sms: int
+) -> str:
     if asked != "auto":
         rule = f"The call asks for {asked}."
     elif causal:
-        rule = f'Under a causal mask "auto" is {chosen.schedule} here: {_CAUSAL[chosen.schedule]}.'
+        if chosen.schedule == "symmetric_shift":
+            why = "long and short chains share a CTA"
+        elif square:
+            why = "all chains climb from the diagonal, and a late start holds nobody up"
+        else:
+            why = "above 128 KV tiles its cycles are in each other's way the least"
+        rule = f'Under a causal mask "auto" is {chosen.schedule} here: {why}.'
     else:
         rule = f'Without a mask "auto" is {chosen.schedule}: no two chains of a cycle meet.'
     if chosen.time is None:
