@@ -260,7 +260,11 @@ def test_the_source_folder_alone_says_what_to_do(tmp_path) -> None:
     for source in Path(dash_flash_attn.__file__).parent.glob("*.py"):
         (package / source.name).write_text(source.read_text())
     result = subprocess.run(
-        [sys.executable, "-c", "import dash_flash_attn"], cwd=tmp_path, capture_output=True, text=True
+        # Without site-packages, where an editable install would lend its native module.
+        [sys.executable, "-S", "-c", "import dash_flash_attn"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
     )
     assert result.returncode == 1
     assert "ImportError: dash_flash_attn: " in result.stderr and "pip install -e ." in result.stderr
