@@ -118,6 +118,7 @@ def simulate(
     chain: float,
     staging: int,
     jitter: float,
+    pace: float,
     seed: int,
     ordered: bool,
 ) -> _Timeline:

@@ -218,7 +218,7 @@ class Plan:
         ctas = self.num_ctas_needed if num_ctas is None else num_ctas
         line = _native.simulate(
             **self.tables(), sms=ctas, compute=1.0, reduce=0.0, signal=0.0, chain=0.0, staging=0, jitter=0.0,
-            seed=0, ordered=True,
+            pace=0.0, seed=0, ordered=True,
         )  # fmt: skip
         if line["unfinished"]:
             raise UnsoundPlan(f"{self.name} stops with {ctas} CTAs: {self.blame(line)}")

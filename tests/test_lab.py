@@ -121,8 +121,8 @@ def test_a_chain_walks_each_head_of_its_group_in_the_order_of_its_stretches(p, t
     split = np.array([data.draw(st.integers(0, int(n))) for n in visits], np.int32)
     p = replace(p, together=together, split=split)
     line = _native.simulate(
-        **p.tables(), sms=1, compute=1.0, reduce=0.0, signal=0.0, chain=0.0, staging=0, jitter=0.0, seed=0,
-        ordered=False,
+        **p.tables(), sms=1, compute=1.0, reduce=0.0, signal=0.0, chain=0.0, staging=0, jitter=0.0,
+        pace=0.0, seed=0, ordered=False,
     )  # fmt: skip
     for claim, chain in enumerate(p.chains):
         mine = line["claim"] == claim
@@ -261,6 +261,31 @@ def test_a_hand_made_case():
     assert simulate(plan("naive", 1, 2), 1, 1.0, 0.25, chain=2.0).makespan == 6.5
 
 
+def test_a_pace_is_shared_by_a_stretch_of_a_chain():
+    p = plan("naive", 40, 3, num_heads=2)
+    e = simulate(p, 3, pace=0.3, seed=5).events
+    times = (e.compute_end - e.compute_start).reshape(6, 40)  # by chain
+    for stretch in (times[:, :16], times[:, 16:32], times[:, 32:]):
+        np.testing.assert_allclose(stretch, stretch[:, :1] * np.ones_like(stretch))
+        assert len(np.unique(np.round(stretch[:, 0], 9))) == 6
+    assert 0.7 <= times.min() < times.max() <= 1.3
+    # Jitter evens out along a chain, and a slow stretch holds up whoever follows it.
+    p = plan("shift", 128, 64, causal=True, num_heads=8, tile_rows=(1, 2))
+    options = {
+        "num_sms": 132,
+        "compute": 2.2,
+        "reduce": 0.6,
+        "signal": 1.2,
+        "model": "pipelined",
+        "chain": 5.0,
+    }
+    even, jittery, uneven = (
+        simulate(p, **options, jitter=jitter, pace=pace, seed=1).stall_share
+        for jitter, pace in ((0, 0), (0.2, 0), (0, 0.2))
+    )
+    assert uneven > jittery + 0.005 and uneven > even + 0.01
+
+
 def test_a_seed_decides_the_jitter():
     p = plan("shift", 8, 8, num_heads=4)
     runs = [simulate(p, 8, jitter=0.3, seed=seed) for seed in (1, 1, 2)]
@@ -277,6 +302,7 @@ def test_wrong_arguments_are_refused():
         {"compute": -1.0},
         {"signal": float("nan")},
         {"jitter": 1.5},
+        {"pace": -0.5},
         {"model": "exact"},
         {"model": "pipelined", "staging": 0},
     ):

@@ -95,16 +95,17 @@ lab::Chains make_chains(Table const& chain_table, Table const& cycle_end, Table 
 
 py::dict simulate(Table const& chain_table, Table const& cycle_end, Table const& visit_table, Table const& rank_table,
                   int group, int together, Table const& split, int sms, double compute, double reduce, double signal,
-                  double chain, int staging, double jitter, uint64_t seed, bool ordered) {
+                  double chain, int staging, double jitter, double pace, uint64_t seed, bool ordered) {
     lab::Chains const chains = make_chains(chain_table, cycle_end, visit_table, rank_table, group, together, split);
     if (sms < 1) throw py::value_error("num_sms is " + std::to_string(sms) + ", not positive");
     if (staging < 0) throw py::value_error("staging is negative");
     if (!(compute >= 0 && reduce >= 0 && signal >= 0 && chain >= 0)) throw py::value_error("a time is negative");
     if (!(jitter >= 0 && jitter <= 1)) throw py::value_error("jitter is not in 0..1");
+    if (!(pace >= 0 && pace <= 1)) throw py::value_error("pace is not in 0..1");
     lab::Timeline line;
     {
         py::gil_scoped_release released;
-        line = lab::simulate(chains, {sms, compute, reduce, signal, chain, staging, jitter, seed, ordered});
+        line = lab::simulate(chains, {sms, compute, reduce, signal, chain, staging, jitter, pace, seed, ordered});
     }
     return py::dict("sm"_a = array(line.sm), "claim"_a = array(line.claim), "q_head"_a = array(line.q_head),
                     "q_tile"_a = array(line.q_tile), "compute_start"_a = array(line.compute_start),
@@ -118,7 +119,7 @@ py::dict simulate(Table const& chain_table, Table const& cycle_end, Table const&
 void bind_lab(py::module_& m) {
     m.def("simulate", &simulate, py::kw_only(), "chain_table"_a, "cycle_end"_a, "visit_table"_a, "rank_table"_a,
           "group"_a, "together"_a, "split"_a, "sms"_a, "compute"_a, "reduce"_a, "signal"_a, "chain"_a, "staging"_a,
-          "jitter"_a, "seed"_a, "ordered"_a);
+          "jitter"_a, "pace"_a, "seed"_a, "ordered"_a);
 }
 
 }  // namespace dash::bindings

@@ -41,7 +41,8 @@ struct Machine {
     double chain;    // before a chain's first task: its K and V come, the last chain's dK and dV go
     int staging;     // buffers for dQ tiles; 0: a task computes, then reduces, and only then the next one
     double jitter;   // compute times are uniform in [1 - jitter, 1 + jitter] * compute
-    uint64_t seed;   // of the jitter
+    double pace;     // and so is a factor that each stretch of a chain has of its own
+    uint64_t seed;   // of both
     bool ordered;    // false: reductions start when they can, in no order
 };
 
@@ -79,6 +80,7 @@ class Simulator {
 
   private:
     static constexpr double kNever = -1;
+    static constexpr int kStretch = 16;  // tasks in a row with one pace
 
     struct Event {
         enum Kind { reduced, computed };  // what ends at one moment is seen by what starts then
@@ -151,14 +153,19 @@ class Simulator {
         turn.assign(sums, 0.0);
     }
 
-    // splitmix64: the task's own random number, whatever came before.
     double compute_time(int task) const {
-        if (machine.jitter == 0) return machine.compute;
-        uint64_t x = machine.seed * 0x9e3779b97f4a7c15u + uint64_t(task + 1) * 0xd1b54a32d192ed03u;
+        if (machine.jitter == 0 && machine.pace == 0) return machine.compute;
+        int const first = first_task[line.claim[task]];
+        int const stretch = first + (task - first) / kStretch * kStretch;
+        return machine.compute * (1 + machine.jitter * random(task, 0)) * (1 + machine.pace * random(stretch, 1));
+    }
+
+    // Uniform in [-1, 1], by splitmix64: a task's own number, whatever came before.
+    double random(int task, uint64_t stream) const {
+        uint64_t x = machine.seed * 0x9e3779b97f4a7c15u + uint64_t(task + 1) * 0xd1b54a32d192ed03u + stream;
         x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
         x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-        double const unit = double((x ^ (x >> 31)) >> 11) / double(uint64_t(1) << 53);
-        return machine.compute * (1 + machine.jitter * (2 * unit - 1));
+        return 2 * (double((x ^ (x >> 31)) >> 11) / double(uint64_t(1) << 53)) - 1;
     }
 
     void claim_next(int sm, double now) {

@@ -65,6 +65,7 @@ def _draw(argv: Sequence[str]) -> int:
                 chain=options.chain,
                 staging=options.staging,
                 jitter=options.jitter,
+                pace=options.pace,
                 seed=options.seed,
             )  # fmt: skip
         )
@@ -210,6 +211,7 @@ def _draw_parser() -> argparse.ArgumentParser:
     parser.add_argument("--chain", type=float, default=0.0, help="time between two chains")
     parser.add_argument("--staging", type=_positive, default=2, help="dQ buffers of the pipelined model")
     parser.add_argument("--jitter", type=float, default=0.0, help="of compute, as a part of it")
+    parser.add_argument("--pace", type=float, default=0.0, help="the same for 16 tasks of a chain in a row")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("lab"), help="folder for the pictures")
     return parser

@@ -126,6 +126,7 @@ def simulate(
     chain: float = 0.0,
     staging: int = 2,
     jitter: float = 0.0,
+    pace: float = 0.0,
     seed: int = 0,
     unordered: bool = False,
     drained: bool = False,
@@ -142,7 +143,9 @@ def simulate(
             that may wait for each other.
         staging: buffers for dQ tiles in the pipelined model.
         jitter: compute times are uniform in [1 - jitter, 1 + jitter] times compute.
-        seed: of the jitter. The same seed gives each task the same time, in every schedule of equal tables.
+        pace: the same for stretches: 16 tasks of a chain in a row share a factor in [1 - pace, 1 + pace].
+            Jitter evens out along a chain; a slow stretch holds up all chains that follow it.
+        seed: of both. The same seed gives each task the same time, in every schedule of equal tables.
         unordered: reductions don't wait for turns: the control, what the order costs.
         drained: in the pipelined model, an SM claims no chain before the last reduction of the one before,
             whatever the cycles. The kernel does so for schedules that `schedule.waits_in_line`.
@@ -163,7 +166,7 @@ def simulate(
         tables["cycle_end"] = np.full_like(tables["cycle_end"], len(plan.chain_table))
     line = _native.simulate(
         **tables, sms=num_sms, compute=compute, reduce=reduce, signal=signal, chain=chain,
-        staging=staging, jitter=jitter, seed=seed, ordered=not unordered,
+        staging=staging, jitter=jitter, pace=pace, seed=seed, ordered=not unordered,
     )  # fmt: skip
     if line.pop("unfinished"):
         raise Deadlock(f"{plan.name} stops on {num_sms} SMs: {plan.blame(line)}")
