@@ -1,15 +1,18 @@
 """Deterministic attention for training: a backward pass that gives the same bits on every run."""
 
-from importlib.util import find_spec as _find_spec
-
 from ._version import __version__
 
-if _find_spec(f"{__name__}._native") is None:
+try:
+    from . import _native  # noqa: F401
+except ImportError as error:
+    from importlib.util import find_spec
+
+    if find_spec("dash_flash_attn._native"):
+        raise
     raise ImportError(
         f"dash_flash_attn: {__path__[0]} holds the package's source, but not its native module. Start Python "
         "in another folder to use an installed package, or build here: pip install -e ."
-    )
-
+    ) from error
 from .interface import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
 
 __all__ = ["__version__", "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func"]

@@ -168,7 +168,7 @@ def check_features(
     for name, value in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
         if value is not None:
             raise NotImplementedError(f"{name}: there are no 8-bit kernels, pass None")
-    if window_size not in ((-1, -1), [-1, -1], (None, None), [None, None]):
+    if not isinstance(window_size, Sequence) or any(side not in (-1, None) for side in window_size):
         raise NotImplementedError(f"window_size: only (-1, -1), no window, got {window_size!r}")
     if attention_chunk != 0:
         raise NotImplementedError(f"attention_chunk: only 0, no chunks, got {attention_chunk}")

@@ -78,7 +78,8 @@ def _forward_cuda(q, k, v, softmax_scale, causal, schedule="auto", deterministic
     check_tensors(q, k, v)
     if q.numel() == 0 or k.numel() == 0:
         return _empty_forward(q)
-    return attention_forward(q, k, v, softmax_scale, causal)
+    with torch.cuda.device(q.device.index):
+        return attention_forward(q, k, v, softmax_scale, causal)
 
 
 def _forward_fake(q, k, v, softmax_scale, causal, schedule="auto", deterministic=True, sm_margin=0):
@@ -115,21 +116,22 @@ def _backward_cuda(dout, q, k, v, out, lse, softmax_scale, causal, schedule, det
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     workspace_bytes = _native.workspace_bytes(batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim, causal)
     workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
-    _native.backward(
-        *map(matrix, (q, k, v, out, dout, dq, dk, dv)),
-        lse.data_ptr(),
-        workspace.data_ptr(),
-        (batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim),
-        softmax_scale,
-        causal,
-        _ELEMENT[q.dtype],
-        schedule,
-        deterministic,
-        index,
-        sm_margin,
-        WAIT_LIMIT_NS,
-        torch._C._cuda_getCurrentRawStream(index),
-    )
+    with torch.cuda.device(index):
+        _native.backward(
+            *map(matrix, (q, k, v, out, dout, dq, dk, dv)),
+            lse.data_ptr(),
+            workspace.data_ptr(),
+            (batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim),
+            softmax_scale,
+            causal,
+            _ELEMENT[q.dtype],
+            schedule,
+            deterministic,
+            index,
+            sm_margin,
+            WAIT_LIMIT_NS,
+            torch._C._cuda_getCurrentRawStream(index),
+        )
     return dq, dk, dv
 
 
@@ -178,17 +180,15 @@ def _warn_once(reason: str) -> None:
     )
 
 
-def _unobserved(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether a call's operators can go straight to the device's kernel, since nobody else looks at them.
+def _unobserved(*tensors: Tensor) -> bool:
+    """Whether an operator's call can go straight to the device's kernel, since nobody else looks at it.
 
     The dispatcher would ask subclasses, modes, transforms, tracers and profilers, and then call the kernel by
     way of C++: of a small call that is a fifth of its CPU time (docs/performance.md).
     """
     return (
-        type(q) in _PLAIN
-        and type(k) in _PLAIN
-        and type(v) in _PLAIN
-        and q.device.type in _FORWARD_KERNELS
+        all(type(x) in _PLAIN for x in tensors)
+        and tensors[0].device.type in _FORWARD_KERNELS
         and not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._len_torch_function_stack() == 0
@@ -198,20 +198,12 @@ def _unobserved(q: Tensor, k: Tensor, v: Tensor) -> bool:
     )
 
 
-def _run(operator, kernels_by_device, q, k, v, arguments):
-    """An operator below autograd."""
-    if _unobserved(q, k, v):
-        return kernels_by_device[q.device.type](*arguments)
-    with _below_autograd():
-        return operator(*arguments)
-
-
 class _Attention(torch.autograd.Function):
     """The forward operator as a node of autograd's graph."""
 
     @staticmethod
-    def forward(ctx, q, k, v, options):
-        out, lse = _run(_FORWARD, _FORWARD_KERNELS, q, k, v, (q, k, v, *options))
+    def forward(ctx, q, k, v, options, forward):
+        out, lse = forward(q, k, v, *options)
         ctx.options = options
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.mark_non_differentiable(lse)
@@ -221,33 +213,45 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout, _dlse):
         if dout is None:
-            return None, None, None, None
+            return None, None, None, None, None
         # Read before the block below: a checkpoint computes the saved tensors now, and with autograd.
-        saved = ctx.saved_tensors
-        arguments = dout, *saved, *ctx.options
+        arguments = dout, *ctx.saved_tensors, *ctx.options
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             # With create_graph=True the operator's own node refuses a second derivative. A compiler that
             # traces this function does not know the block below.
             gradients = _BACKWARD(*arguments)
+        elif _unobserved(*arguments[:3]):
+            gradients = _BACKWARD_KERNELS[dout.device.type](*arguments)
         else:
-            gradients = _run(_BACKWARD, _BACKWARD_KERNELS, dout, *saved[:2], arguments)
-        return *gradients, None
+            with _below_autograd():
+                gradients = _BACKWARD(*arguments)
+        return *gradients, None, None
 
 
 def _forward_autograd(q, k, v, softmax_scale, causal, schedule="auto", deterministic=True, sm_margin=0):
     """What torch.library.register_autograd makes, but that takes 20 us longer (docs/performance.md)."""
     options = softmax_scale, causal, schedule, deterministic, sm_margin
+    return _differentiable(_forward_below_autograd, q, k, v, options)
+
+
+def _forward_below_autograd(*arguments):
+    with _below_autograd():
+        return _FORWARD(*arguments)
+
+
+def _differentiable(forward, q, k, v, options):
+    """forward(q, k, v, *options), with a gradient where one is asked for."""
     if forward_ad._current_level >= 0:
         _refuse_tangents(q=q, k=k, v=v)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _Attention.apply(q, k, v, options)
-    return _run(_FORWARD, _FORWARD_KERNELS, q, k, v, (q, k, v, *options))
+        return _Attention.apply(q, k, v, options, forward)
+    return forward(q, k, v, *options)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *options: object) -> tuple[Tensor, Tensor]:
     """The operator `dash_flash_attn::forward` with all its arguments, on the shortest way."""
     if _unobserved(q, k, v):
-        return _forward_autograd(q, k, v, *options)
+        return _differentiable(_FORWARD_KERNELS[q.device.type], q, k, v, options)
     return _FORWARD(q, k, v, *options)
 
 

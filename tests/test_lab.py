@@ -528,7 +528,7 @@ def in_large_blocks(name, batch, seqlen, heads):
 def test_auto_is_near_the_bound_on_the_papers_shapes():
     """At 132 SMs no schedule could be much faster than the one that "auto" takes, on the model."""
     for seqlen in (512, 1024, 2048, 4096, 8192, 16384):
-        for causal, least in ((False, 0.99), (True, 0.96)):
+        for causal, least in ((False, 0.99), (True, 0.97)):
             name = auto_schedule(seqlen, seqlen, 128, causal)
             p = plan_call(name, 16384 // seqlen, seqlen, seqlen, 16, 16, 128, causal)
             assert efficiency(p) > least

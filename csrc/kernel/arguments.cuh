@@ -8,6 +8,8 @@
 
 namespace dash {
 
+constexpr float kLog2e = 1.4426950408889634f;
+
 struct KernelArguments {
     // Descriptors for bulk tensor copies: (feature, row, head, batch).
     CUtensorMap q, k, v, dout, dv;

@@ -72,25 +72,6 @@ int guarded(char* message, size_t size, F&& f) {
     }
 }
 
-// The device of the calling thread, for as long as this lives: what the caller had set is set again afterwards.
-class CurrentDevice {
-  public:
-    explicit CurrentDevice(int device) {
-        check(cudaGetDevice(&before_), "device");
-        if (device != before_) check(cudaSetDevice(device), "device");
-        changed_ = device != before_;
-    }
-    ~CurrentDevice() {
-        if (changed_) cudaSetDevice(before_);
-    }
-    CurrentDevice(CurrentDevice const&) = delete;
-    CurrentDevice& operator=(CurrentDevice const&) = delete;
-
-  private:
-    int before_ = 0;
-    bool changed_ = false;
-};
-
 int multiprocessors(int device) {
     int count = 0;
     check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "device");
@@ -164,7 +145,7 @@ struct WorkspacePointers {
 
 int prepare(BackwardParams const& p) {
     validate(p);
-    CurrentDevice const current(p.device);
+    check(cudaSetDevice(p.device), "device");
     stuck_report();  // fails, if it does, before the first launch
     WorkspaceLayout const layout = workspace_layout(p);
     WorkspacePointers const workspace(p, layout);
@@ -196,7 +177,7 @@ int prepare(BackwardParams const& p) {
 
 int run(BackwardParams const& p) {
     validate(p);
-    CurrentDevice const current(p.device);
+    check(cudaSetDevice(p.device), "device");
     WorkspaceLayout const layout = workspace_layout(p);
     WorkspacePointers const workspace(p, layout);
     TileShape const shape = tile_shape(p.head_dim);
@@ -232,7 +213,7 @@ int run(BackwardParams const& p) {
     args.chains = args.chain_heads * args.grid.kv_tiles();
     args.ordered = p.ordered != 0;
     args.scale = p.softmax_scale;
-    args.scale_log2 = p.softmax_scale * 1.4426950408889634f;
+    args.scale_log2 = p.softmax_scale * kLog2e;
     args.wait_limit_ns = p.wait_limit_ns;
     args.stuck = stuck_report();
     args.lse = p.lse;

@@ -106,7 +106,6 @@ struct RowStatistics {
         __syncwarp();                                 // the stage may be filled again
         d += __shfl_xor_sync(0xffffffffu, d, kRows);  // the other half
         // A query that sees no key has probability 0 everywhere: 2^(S - inf).
-        constexpr float kLog2e = 1.4426950408889634f;
         lse = lse == -INFINITY ? INFINITY : lse * kLog2e;
         float const next_d = __shfl_down_sync(0xffffffffu, d, 1);
         float const next_lse = __shfl_down_sync(0xffffffffu, lse, 1);

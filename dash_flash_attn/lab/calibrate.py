@@ -49,11 +49,6 @@ class Shape(NamedTuple):
     heads: int
     kv_heads: int
 
-    @property
-    def group(self) -> int:
-        """Query heads for each KV head."""
-        return self.heads // self.kv_heads
-
     def __str__(self) -> str:
         return f"d {self.head_dim} {'causal' if self.causal else 'full'} {self.seqlen}"
 

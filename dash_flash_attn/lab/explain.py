@@ -104,38 +104,31 @@ def explain(
 
     mask = "causal" if causal else "full"
     call = f"batch {batch}, {seqlen_q} x {seqlen_k}, {heads_q}/{heads_k} heads, d {head_dim}, {mask}"
-    reason = _reason(
-        asked,
-        causal,
-        seqlen_q == seqlen_k,
-        next(f for f in forecasts if f.schedule == chosen),
-        forecasts,
-        num_sms,
-    )
-    return Explanation(call, chosen, reason, bound, tuple(forecasts))
+    rule = f"The call asks for {asked}." if asked != "auto" else _rule(chosen, causal, seqlen_q == seqlen_k)
+    comparison = _comparison(next(f for f in forecasts if f.schedule == chosen), forecasts, num_sms)
+    return Explanation(call, chosen, f"{rule} {comparison}", bound, tuple(forecasts))
 
 
-def _reason(
-    asked: str, causal: bool, square: bool, chosen: Forecast, forecasts: list[Forecast], num_sms: int
-) -> str:
-    if asked != "auto":
-        rule = f"The call asks for {asked}."
-    elif causal:
-        if chosen.schedule == "symmetric_shift":
-            why = "long and short chains share a CTA"
-        elif square:
-            why = "all chains climb from the diagonal, and a late start holds nobody up"
-        else:
-            why = "above 128 KV tiles its cycles are in each other's way the least"
-        rule = f'Under a causal mask "auto" is {chosen.schedule} here: {why}.'
+def _rule(schedule: str, causal: bool, square: bool) -> str:
+    """Why "auto" is this schedule."""
+    if not causal:
+        return f'Without a mask "auto" is {schedule}: no two chains of a cycle meet.'
+    if schedule == "symmetric_shift":
+        why = "long and short chains share a CTA"
+    elif square:
+        why = "all chains climb from the diagonal, and a late start holds nobody up"
     else:
-        rule = f'Without a mask "auto" is {chosen.schedule}: no two chains of a cycle meet.'
+        why = "above 128 KV tiles its cycles are in each other's way the least"
+    return f'Under a causal mask "auto" is {schedule} here: {why}.'
+
+
+def _comparison(chosen: Forecast, forecasts: list[Forecast], num_sms: int) -> str:
     if chosen.time is None:
-        return f"{rule} It needs {chosen.resident_ctas_needed} SMs and there are {num_sms}: it is refused."
+        return f"It needs {chosen.resident_ctas_needed} SMs and there are {num_sms}: it is refused."
     others = [f for f in forecasts if f.time is not None and f.schedule != chosen.schedule]
     best = min(others, key=lambda f: f.time)
     change = best.time / chosen.time - 1
     if abs(change) < 0.0005:
-        return f"{rule} {best.schedule} takes the same time."
+        return f"{best.schedule} takes the same time."
     word = "slower" if change > 0 else "faster"
-    return f"{rule} The best other one, {best.schedule}, is predicted to be {abs(change):.1%} {word}."
+    return f"The best other one, {best.schedule}, is predicted to be {abs(change):.1%} {word}."
