@@ -42,7 +42,7 @@ def measure_cell(
         device: where.
     """
     tensors = inputs(shape, device)
-    alias = behind_auto([s.name for s in systems], shape.seqlen, shape.head_dim, shape.causal)
+    alias = behind_auto([s.name for s in systems], shape)
     runs: dict[str, clocks.Run] = {}
     rows = {system.name: {**describe(shape), "system": system.name} for system in systems}
     for system in systems:

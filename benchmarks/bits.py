@@ -100,7 +100,9 @@ def hashes(case: BitCase, device: str = "cuda") -> dict[str, Any]:
     scale = case.head_dim**-0.5
     found: dict[str, Any] = {
         "inputs": digest(tensors),
-        "auto": auto_schedule(case.seqlen_q, case.seqlen_k, case.head_dim, case.causal),
+        "auto": auto_schedule(
+            case.seqlen_q, case.seqlen_k, case.heads_q, case.heads_k, case.head_dim, case.causal
+        ),
     }
     for schedule in SCHEDULES:
         gradients = torch.ops.dash_flash_attn.backward(*tensors, scale, case.causal, schedule, True, 0)

@@ -21,6 +21,7 @@ from dash_flash_attn.lab import clocks
 from . import harness, tables
 from .accuracy import oracle
 from .harness import Row
+from .shapes import Shape
 from .systems import AUTO, OURS, UNORDERED, System, add_arguments, behind_auto, chosen, with_auto
 
 TOKENS = 16384
@@ -303,7 +304,8 @@ def measure_cell(
     def step(system: System) -> tuple[Tensor, ...]:
         return torch.autograd.grad(block(x, system.attention), wanted, dout)
 
-    alias = behind_auto([s.name for s in systems], seqlen + model.extra, model.head_dim, model.causal)
+    attended = Shape(model.head_dim, model.causal, seqlen + model.extra, batch, model.heads, model.kv_heads)
+    alias = behind_auto([s.name for s in systems], attended)
     rows = {system.name: {**describe(cell), "system": system.name} for system in systems}
     runs = {}
     for system in systems:

@@ -98,7 +98,8 @@ def main(argv: Sequence[str]) -> int:
     # Full: every schedule is trained with. Peers are not: their forward is another one.
     names = (AUTO, UNORDERED) if options.quick else OURS
     trained = [s for s in systems if s.ours and s.name in names]
-    if behind_auto([s.name for s in trained], TRAINED.seqlen, TRAINED.head_dim, True):
+    attended = Shape(TRAINED.head_dim, True, TRAINED.seqlen, TRAINED.batch, TRAINED.heads, TRAINED.heads)
+    if behind_auto([s.name for s in trained], attended):
         trained = [s for s in trained if s.name != AUTO]
     sizes = demo.Sizes(**{**vars(TRAINED), "steps": options.steps})
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from dash_flash_attn import flash_attn_func
-from dash_flash_attn.ops import _deterministic_algorithms, auto_schedule
+from dash_flash_attn.lab.calibrate import auto
+from dash_flash_attn.ops import _deterministic_algorithms
 from dash_flash_attn.schedule import SCHEDULES
 
 from . import harness
@@ -230,9 +231,9 @@ def chosen(options: argparse.Namespace) -> list[System]:
     return [*map(our_system, options.schedules), *peer_systems(options.peers, options.peers_path)]
 
 
-def behind_auto(names: Sequence[str], seqlen: int, head_dim: int, causal: bool) -> str | None:
+def behind_auto(names: Sequence[str], shape: Shape) -> str | None:
     """The schedule that "auto" is at a shape, if it is among the names: the two need not both be timed."""
-    schedule = auto_schedule(seqlen, seqlen, head_dim, causal)
+    schedule = auto(shape)
     return schedule if AUTO in names and schedule in names else None
 
 
@@ -251,7 +252,7 @@ def row_of_each(
     A system that fails has the error in its row. Where the schedule that "auto" takes is among the systems,
     "auto" is not measured but gets its row, marked `measured_as`.
     """
-    alias = behind_auto([s.name for s in systems], shape.seqlen, shape.head_dim, shape.causal)
+    alias = behind_auto([s.name for s in systems], shape)
     rows: dict[str, Row] = {}
     for system in systems:
         row = {**describe(shape), "system": system.name, **columns}

@@ -92,8 +92,8 @@ def by_cell(rows: Rows) -> dict[tuple[Any, ...], dict[str, Row]]:
     cells: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in good(rows):
         cells.setdefault(cell_of(row), {})[row["system"]] = row
-    for (head_dim, causal, seqlen, *_), systems in cells.items():
-        schedule = auto_schedule(seqlen, seqlen, head_dim, causal)
+    for (head_dim, causal, seqlen, _, heads, kv_heads), systems in cells.items():
+        schedule = auto_schedule(seqlen, seqlen, heads, kv_heads, head_dim, causal)
         if "auto" not in systems and schedule in systems:
             systems["auto"] = {**systems[schedule], "system": "auto", "measured_as": schedule}
     return cells

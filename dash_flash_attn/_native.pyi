@@ -130,15 +130,25 @@ def simulate(
 def tile_shape(head_dim: int) -> tuple[int, int]:
     """(queries, keys) a tile. ValueError unless positive."""
 
-def query_head_parts(heads_q: int, heads_k: int, grid: TileGrid, head_dim: int) -> int:
-    """How many CTAs share the query heads of one KV head. ValueError unless heads_k divides heads_q."""
+def query_head_parts(heads_q: int, heads_k: int, grid: TileGrid, head_dim: int, waits_in_line: bool) -> int:
+    """How many CTAs share the query heads of one KV head. ValueError unless heads_k divides heads_q.
+
+    `waits_in_line` is what the schedule's policy says.
+    """
 
 def workspace_bytes(
-    batch: int, seqlen_q: int, seqlen_k: int, heads_q: int, heads_k: int, head_dim: int, causal: bool
+    batch: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    heads_q: int,
+    heads_k: int,
+    head_dim: int,
+    causal: bool,
+    schedule: str,
 ) -> int:
     """The size of a backward's workspace: the fp32 sum of dQ, and counters (csrc/core/workspace.h).
 
-    ValueError unless head_dim is 64 or 128 and heads_k divides heads_q.
+    ValueError unless head_dim is 64 or 128, heads_k divides heads_q and the schedule is one of the four.
     """
 
 def load_kernels(path: str) -> None:

@@ -44,8 +44,19 @@ _FORWARD = torch.ops.dash_flash_attn.forward.default
 _BACKWARD = torch.ops.dash_flash_attn.backward.default
 
 
-def auto_schedule(seqlen_q: int, seqlen_k: int, head_dim: int, causal: bool) -> str:
-    """The schedule behind "auto". A function of the shape alone, since the bits depend on it."""
+def auto_schedule(
+    seqlen_q: int, seqlen_k: int, heads_q: int, heads_k: int, head_dim: int, causal: bool
+) -> str:
+    """The schedule behind "auto".
+
+    A function of the shape of one batch entry, since the bits depend on it.
+    """
+    if seqlen_q >= 16384 and (heads_q > heads_k or not causal):
+        # Chains that wait in line are near each other's query tiles, which then stay in the L2 cache. But the
+        # last one starts late, by a reduction for each before it: there must be enough to do after that.
+        q_tiles = -(-seqlen_q // _native.tile_shape(head_dim)[0])
+        if heads_q * q_tiles >= (8192 if causal else 4096):
+            return "descending"
     if not causal:
         return "shift"
     # Chains that climb from the diagonal do not mind late starts, but at head dimension 64 the even end of
@@ -93,7 +104,7 @@ def _backward_cpu(dout, q, k, v, out, lse, softmax_scale, causal, schedule, dete
     if q.numel() == 0 or k.numel() == 0:
         return _zero_gradients(q, k, v)
     if schedule == "auto":
-        schedule = auto_schedule(q.shape[1], k.shape[1], q.shape[3], causal)
+        schedule = auto_schedule(q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], causal)
     return reference.backward(dout, q, k, v, out, lse, softmax_scale, causal, schedule)
 
 
@@ -110,11 +121,13 @@ def _backward_cuda(dout, q, k, v, out, lse, softmax_scale, causal, schedule, det
         _warn_once(reason)
         return _backward_flash2(dout, q, k, v, out, lse, softmax_scale, causal, deterministic)
     if schedule == "auto":
-        schedule = auto_schedule(seqlen_q, seqlen_k, head_dim, causal)
+        schedule = auto_schedule(seqlen_q, seqlen_k, heads_q, heads_k, head_dim, causal)
     q, k, v, out, dout = map(addressable, (q, k, v, out, dout))
     lse = lse.contiguous()
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    workspace_bytes = _native.workspace_bytes(batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim, causal)
+    workspace_bytes = _native.workspace_bytes(
+        batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim, causal, schedule
+    )
     workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
     with torch.cuda.device(index):
         _native.backward(

@@ -87,7 +87,7 @@ def backward(
     policy = make_policy(schedule, grid)
     wide = lse_dtype(q)
     # A chain walks the query heads of its part of the group.
-    parts = _native.query_head_parts(heads_q, heads_k, grid, q.shape[3])
+    parts = _native.query_head_parts(heads_q, heads_k, grid, q.shape[3], policy.waits_in_line)
     qh, doh, oh = (_by_head(x, heads_k * parts, wide) for x in (q, dout, out))
     kh, vh = (_by_head(x, heads_k, wide).repeat_interleave(parts, dim=1).squeeze(2) for x in (k, v))
     lse_h = lse.reshape(qh.shape[:-1]).to(wide).unsqueeze(-1)

@@ -334,7 +334,7 @@ def plan_call(
     Raises ValueError for an unknown name, a size that is not positive, or heads_k that don't divide heads_q.
     """
     policy = Schedule(schedule, seqlen_q, seqlen_k, head_dim, causal).policy
-    parts = _native.query_head_parts(heads_q, heads_k, policy.grid, head_dim)
+    parts = _native.query_head_parts(heads_q, heads_k, policy.grid, head_dim, policy.waits_in_line)
     return _write_out(policy, batch * heads_k * parts, heads_q // heads_k // parts, None)
 
 

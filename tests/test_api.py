@@ -4,6 +4,7 @@ import inspect
 import math
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -143,8 +144,24 @@ def test_both_names_of_the_schedule() -> None:
 def test_auto_is_a_schedule() -> None:
     for causal in (False, True):
         for seqlen_q, seqlen_k in ((1, 1), (128, 16384), (16384, 128), (16384, 16384)):
-            for head_dim in (64, 128):
-                assert auto_schedule(seqlen_q, seqlen_k, head_dim, causal) in SCHEDULES
+            for head_dim, (heads_q, heads_k) in product((64, 128), ((1, 1), (32, 8))):
+                assert auto_schedule(seqlen_q, seqlen_k, heads_q, heads_k, head_dim, causal) in SCHEDULES
+
+
+def test_auto_is_what_was_measured_to_pay() -> None:
+    """docs/schedules.md, "auto"."""
+
+    def auto(seqlen: int, heads_q: int, heads_k: int, head_dim: int, causal: bool) -> str:
+        return auto_schedule(seqlen, seqlen, heads_q, heads_k, head_dim, causal)
+
+    for head_dim, heads in ((64, 32), (128, 16)):
+        by_length = {n: auto(n, heads, heads, head_dim, False) for n in (512, 8192, 16384, 32768)}
+        assert list(by_length.values()) == ["shift", "shift", "descending", "descending"]
+        assert auto(16384, heads // 2, heads // 2, head_dim, False) == "shift"  # too little to wait for
+        assert auto(32768, heads, heads, head_dim, True) == "shift"
+    by_length = {n: auto(n, 32, 8, 128, True) for n in (2048, 8192, 16384)}
+    assert list(by_length.values()) == ["shift", "shift", "descending"]
+    assert [auto(n, 32, 32, 64, True) for n in (1024, 2048, 16384)] == ["shift", *["symmetric_shift"] * 2]
 
 
 def test_return_attn_probs() -> None:

@@ -71,7 +71,7 @@ def test_rank_of_pairs_that_do_not_meet():
 def test_the_plan_of_a_call_is_the_kernels():
     # 4 KV heads of 2 query heads each and 16 KV tiles: 64 chains an entry, so the group is cut into two.
     p = plan_call("shift", 3, 2048, 2048, 8, 4, 128, causal=False)
-    assert _native.query_head_parts(8, 4, p.grid, 128) == 2
+    assert _native.query_head_parts(8, 4, p.grid, 128, False) == 2
     assert (p.num_heads, p.group) == (3 * 4 * 2, 1)
     assert (p.grid.q_tiles(), p.grid.kv_tiles()) == (32, 16)
     schedule = Schedule("shift", 2048, 2048, 128)
@@ -529,9 +529,10 @@ def test_auto_is_near_the_bound_on_the_papers_shapes():
     """At 132 SMs no schedule could be much faster than the one that "auto" takes, on the model."""
     for seqlen in (512, 1024, 2048, 4096, 8192, 16384):
         for causal, least in ((False, 0.99), (True, 0.97)):
-            name = auto_schedule(seqlen, seqlen, 128, causal)
+            name = auto_schedule(seqlen, seqlen, 16, 16, 128, causal)
             p = plan_call(name, 16384 // seqlen, seqlen, seqlen, 16, 16, 128, causal)
-            assert efficiency(p) > least
+            # The start of a line is the price for what the model does not have, an L2 cache.
+            assert efficiency(p) > (0.98 if name == "descending" else least)
         p = plan_call("symmetric_shift", 16384 // seqlen, seqlen, seqlen, 16, 16, 128, True)
         assert efficiency(p) > 0.97
 
@@ -558,7 +559,7 @@ def test_long_causal_sequences_are_not_for_symmetric_shift():
 
 def test_explain_says_what_auto_takes():
     e = explain(8, 2048, 2048, 16, 16, 128, causal=True)
-    assert e.schedule == auto_schedule(2048, 2048, 128, True)
+    assert e.schedule == auto_schedule(2048, 2048, 16, 16, 128, True)
     assert [f.schedule for f in e.forecasts] == list(SCHEDULES)
     assert all(f.time >= e.lower_bound and 0 <= f.stall_share < 1 for f in e.forecasts)
     text = str(e)

@@ -383,10 +383,9 @@ def test_sizes_and_tiles_are_checked():
 # Parts of a group of query heads.
 
 
-def parts_of(heads_q, heads_k, seqlen, head_dim, causal=True):
-    return _native.query_head_parts(
-        heads_q, heads_k, Schedule("naive", seqlen, seqlen, head_dim, causal).grid, head_dim
-    )
+def parts_of(heads_q, heads_k, seqlen, head_dim, causal=True, schedule="shift"):
+    policy = Schedule(schedule, seqlen, seqlen, head_dim, causal).policy
+    return _native.query_head_parts(heads_q, heads_k, policy.grid, head_dim, policy.waits_in_line)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -411,3 +410,7 @@ def test_groups_are_cut_where_it_was_measured_to_pay():
     assert [parts_of(32, 8, n, 128, False) for n in (2048, 16384)] == [1, 1]
     assert [parts_of(32, heads_k, 2048, 128, False) for heads_k in (4, 1)] == [2, 8]
     assert parts_of(32, 32, 16384, 128) == 1
+    # For a chip that would be idle otherwise: any schedule. For the L2 cache: not where chains wait in line.
+    for name in SCHEDULES:
+        assert parts_of(16, 2, 2048, 128, schedule=name) == 8
+        assert parts_of(32, 8, 16384, 128, schedule=name) == (1 if name in ("naive", "descending") else 4)

@@ -1,7 +1,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <array>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -9,6 +8,7 @@
 
 #include "bindings.h"
 #include "kernel_library.h"
+#include "names.h"
 
 namespace py = pybind11;
 using namespace pybind11::literals;
@@ -25,18 +25,6 @@ MatrixView view(Matrix const& m) {
     auto const [data, batch_stride, row_stride, head_stride] = m;
     return {reinterpret_cast<void*>(data), batch_stride, row_stride, head_stride};
 }
-
-// The place of `name` in `names`, which are in the order of the enumeration.
-template <typename Enum, size_t N>
-Enum parse(std::string const& name, std::array<char const*, N> const& names, char const* what) {
-    for (size_t i = 0; i < N; ++i) {
-        if (name == names[i]) return Enum(i);
-    }
-    throw py::value_error(std::string("no kernels for ") + what + " '" + name + "'");
-}
-
-constexpr std::array kElements = {"bf16", "fp16"};
-constexpr std::array kSchedules = {"naive", "descending", "shift", "symmetric_shift"};
 
 void backward(Matrix const& q, Matrix const& k, Matrix const& v, Matrix const& out, Matrix const& dout,
               Matrix const& dq, Matrix const& dk, Matrix const& dv, uintptr_t lse, uintptr_t workspace,

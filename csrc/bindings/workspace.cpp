@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "bindings.h"
+#include "names.h"
 
 namespace py = pybind11;
 using namespace pybind11::literals;
@@ -33,12 +34,13 @@ std::pair<int, int> tile_shape_of(int head_dim) {
     return {shape.q_rows, shape.kv_rows};
 }
 
-int query_head_parts_of(int heads_q, int heads_k, schedule::TileGrid const& grid, int head_dim) {
+int query_head_parts_of(int heads_q, int heads_k, schedule::TileGrid const& grid, int head_dim, bool waits_in_line) {
     check_heads(heads_q, heads_k);
-    return query_head_parts(heads_q, heads_k, grid, head_dim);
+    return query_head_parts(heads_q, heads_k, grid, head_dim, waits_in_line);
 }
 
-int64_t workspace_bytes(int batch, int seqlen_q, int seqlen_k, int heads_q, int heads_k, int head_dim, bool causal) {
+int64_t workspace_bytes(int batch, int seqlen_q, int seqlen_k, int heads_q, int heads_k, int head_dim, bool causal,
+                        std::string const& schedule) {
     check_head_dim(head_dim);
     check_heads(heads_q, heads_k);
     BackwardParams p{};
@@ -49,6 +51,7 @@ int64_t workspace_bytes(int batch, int seqlen_q, int seqlen_k, int heads_q, int 
     p.heads_k = heads_k;
     p.head_dim = head_dim;
     p.causal = causal;
+    p.schedule = parse<ScheduleId>(schedule, kSchedules, "schedule");
     return workspace_layout(p).bytes;
 }
 
@@ -56,9 +59,10 @@ int64_t workspace_bytes(int batch, int seqlen_q, int seqlen_k, int heads_q, int 
 
 void bind_workspace(py::module_& m) {
     m.def("tile_shape", &tile_shape_of, "head_dim"_a);
-    m.def("query_head_parts", &query_head_parts_of, "heads_q"_a, "heads_k"_a, "grid"_a, "head_dim"_a);
+    m.def("query_head_parts", &query_head_parts_of, "heads_q"_a, "heads_k"_a, "grid"_a, "head_dim"_a,
+          "waits_in_line"_a);
     m.def("workspace_bytes", &workspace_bytes, "batch"_a, "seqlen_q"_a, "seqlen_k"_a, "heads_q"_a, "heads_k"_a,
-          "head_dim"_a, "causal"_a);
+          "head_dim"_a, "causal"_a, "schedule"_a);
 }
 
 }  // namespace dash::bindings

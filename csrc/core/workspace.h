@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-#include "../schedule/cyclic_groups.h"
+#include "../schedule/policy.h"
 #include "backward.h"
 #include "tile_shape.h"
 
@@ -19,9 +19,10 @@ constexpr int shortest_part_for_cache(int head_dim) { return head_dim == 64 ? 25
 //   - where one batch entry alone would leave most SMs idle (MQA). Under a causal mask chains differ in length, and
 //     a long one needs a short one beside it on its SM;
 //   - under a causal mask, where chains are long: the short ones would soon be heads ahead of the long ones, and
-//     Q, dO and dQ of all these heads are more than the L2 cache holds.
+//     Q, dO and dQ of all these heads are more than the L2 cache holds. Chains that wait in line keep together.
 // The bits depend on the cut, so it knows neither the device at hand nor the batch around the entry.
-inline int query_head_parts(int heads_q, int heads_k, schedule::TileGrid const& grid, int head_dim) {
+inline int query_head_parts(int heads_q, int heads_k, schedule::TileGrid const& grid, int head_dim,
+                            bool waits_in_line) {
     int const wanted = (grid.causal ? 2 : 1) * schedule::kChainsThatFillAChip;
     int const group = heads_q / heads_k;
     int64_t const chains = int64_t(heads_k) * grid.kv_tiles();
@@ -29,10 +30,20 @@ inline int query_head_parts(int heads_q, int heads_k, schedule::TileGrid const& 
     for (int cut = 2; cut <= group; ++cut) {
         int64_t const tiles = int64_t(group / cut) * grid.q_tiles();
         bool const idle = chains * parts < wanted && tiles >= kShortestPart;
-        bool const long_chains = grid.causal && tiles >= shortest_part_for_cache(head_dim);
+        bool const long_chains = grid.causal && !waits_in_line && tiles >= shortest_part_for_cache(head_dim);
         if (group % cut == 0 && (idle || long_chains)) parts = cut;
     }
     return parts;
+}
+
+inline bool waits_in_line(ScheduleId id) {
+    constexpr bool kWaitsInLine[] = {schedule::Naive::kWaitsInLine, schedule::Descending::kWaitsInLine,
+                                     schedule::Shift::kWaitsInLine, schedule::SymmetricShift::kWaitsInLine};
+    return kWaitsInLine[int(id)];
+}
+
+inline int query_head_parts(BackwardParams const& p, schedule::TileGrid const& grid) {
+    return query_head_parts(p.heads_q, p.heads_k, grid, p.head_dim, waits_in_line(p.schedule));
 }
 
 inline schedule::TileGrid tile_grid(BackwardParams const& p) {
@@ -56,7 +67,7 @@ struct WorkspaceLayout {
 inline WorkspaceLayout workspace_layout(BackwardParams const& p) {
     TileShape const shape = tile_shape(p.head_dim);
     schedule::TileGrid const grid = tile_grid(p);
-    int const parts = query_head_parts(p.heads_q, p.heads_k, grid, p.head_dim);
+    int const parts = query_head_parts(p, grid);
     int64_t const q_tiles = int64_t(p.batch) * p.heads_q * grid.q_tiles();
     int64_t const kv_tiles = int64_t(p.batch) * p.heads_k * grid.kv_tiles();
     int64_t const dq_bytes = grid.kv_tiles() > 1 ? q_tiles * shape.q_rows * p.head_dim * 4 : 0;

@@ -207,7 +207,7 @@ int run(BackwardParams const& p) {
     args.batch = p.batch;
     args.heads_q = p.heads_q;
     args.heads_k = p.heads_k;
-    args.parts = query_head_parts(p.heads_q, p.heads_k, args.grid, p.head_dim);
+    args.parts = query_head_parts(p, args.grid);
     args.heads_per_part = p.heads_q / p.heads_k / args.parts;
     args.chain_heads = p.batch * p.heads_k * args.parts;
     args.chains = args.chain_heads * args.grid.kv_tiles();

@@ -231,7 +231,9 @@ def _worst(choices: Sequence[Choice]) -> Choice | None:
 
 def auto(shape: Shape) -> str:
     """What "auto" takes."""
-    return auto_schedule(shape.seqlen, shape.seqlen, shape.head_dim, shape.causal)
+    return auto_schedule(
+        shape.seqlen, shape.seqlen, shape.heads, shape.kv_heads, shape.head_dim, shape.causal
+    )
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:

@@ -82,7 +82,9 @@ def explain(
     Raises ValueError for an unknown schedule or sizes that are no call.
     """
     asked = schedule if schedule == "auto" else schedule_name(schedule)
-    chosen = auto_schedule(seqlen_q, seqlen_k, head_dim, causal) if asked == "auto" else asked
+    chosen = asked
+    if asked == "auto":
+        chosen = auto_schedule(seqlen_q, seqlen_k, heads_q, heads_k, head_dim, causal)
     if costs is None:
         if head_dim not in H200_COSTS:
             raise ValueError(f"head_dim is {head_dim}, and costs are known for {sorted(H200_COSTS)}")
@@ -111,6 +113,8 @@ def explain(
 
 def _rule(schedule: str, causal: bool, square: bool) -> str:
     """Why "auto" is this schedule."""
+    if schedule == "descending":
+        return '"auto" is descending for sequences this long: chains in line share what is in the L2 cache.'
     if not causal:
         return f'Without a mask "auto" is {schedule}: no two chains of a cycle meet.'
     if schedule == "symmetric_shift":
