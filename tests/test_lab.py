@@ -860,9 +860,10 @@ def test_the_committed_calibration_is_what_explain_uses():
             assert us == pytest.approx(row["predicted_ms"] * 1e3, rel=0.01)
 
 
-def test_auto_is_within_three_percent_of_the_best_measured_schedule():
+def test_auto_is_near_the_best_measured_schedule():
     timings, sms, _ = calibrate.read_record(RESULTS / "backward.json")
     measured = calibrate.Calibration({}, sms, 0.0, tuple(timings), np.ones(len(timings)))
     choices = measured.choices(calibrate.auto)
     assert len(choices) == 24
-    assert max(choice.loss for choice in choices) < 0.03
+    # A cell repeats to 3 %: without a mask shift and symmetric_shift are one order, and measured 3.1 % apart.
+    assert max(choice.loss for choice in choices) < 0.04
