@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dash_flash_attn.ops import auto_schedule
 from dash_flash_attn.schedule import SCHEDULES
 
-from .systems import GRADIENTS, OURS
+from .shapes import Shape
+from .systems import AUTO, GRADIENTS, OURS, behind_auto, with_auto
 
 Row = dict[str, Any]
 Rows = Sequence[Row]
@@ -69,9 +69,9 @@ def good(rows: Rows) -> list[Row]:
     return [row for row in rows if "error" not in row]
 
 
-def cell_of(row: Row) -> tuple[Any, ...]:
+def cell_of(row: Row) -> Shape:
     """What a row of the backward is about, whatever the system."""
-    return tuple(row[k] for k in ("head_dim", "causal", "seqlen", "batch", "heads", "kv_heads"))
+    return Shape(*(row[field] for field in Shape._fields))
 
 
 def cell_words(cell: Sequence[Any]) -> str:
@@ -87,15 +87,14 @@ def length(tokens: int) -> str:
     return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
 
 
-def by_cell(rows: Rows) -> dict[tuple[Any, ...], dict[str, Row]]:
+def by_cell(rows: Rows) -> dict[Shape, dict[str, Row]]:
     """Good rows by cell and system. "auto" is there where the schedule that it takes was measured."""
-    cells: dict[tuple[Any, ...], dict[str, Row]] = {}
+    cells: dict[Shape, dict[str, Row]] = {}
     for row in good(rows):
         cells.setdefault(cell_of(row), {})[row["system"]] = row
-    for (head_dim, causal, seqlen, _, heads, kv_heads), systems in cells.items():
-        schedule = auto_schedule(seqlen, seqlen, heads, kv_heads, head_dim, causal)
-        if "auto" not in systems and schedule in systems:
-            systems["auto"] = {**systems[schedule], "system": "auto", "measured_as": schedule}
+    for cell, systems in cells.items():
+        if AUTO not in systems:
+            with_auto(systems, behind_auto([*systems, AUTO], cell))
     return cells
 
 

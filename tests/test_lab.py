@@ -532,7 +532,7 @@ def test_auto_is_near_the_bound_on_the_papers_shapes():
             name = auto_schedule(seqlen, seqlen, 16, 16, 128, causal)
             p = plan_call(name, 16384 // seqlen, seqlen, seqlen, 16, 16, 128, causal)
             # The start of a line is the price for what the model does not have, an L2 cache.
-            assert efficiency(p) > (0.98 if name == "descending" else least)
+            assert efficiency(p) > (0.985 if name == "descending" else least)
         p = plan_call("symmetric_shift", 16384 // seqlen, seqlen, seqlen, 16, 16, 128, True)
         assert efficiency(p) > 0.97
 
@@ -862,8 +862,12 @@ def test_the_committed_calibration_is_what_explain_uses():
 
 def test_auto_is_near_the_best_measured_schedule():
     timings, sms, _ = calibrate.read_record(RESULTS / "backward.json")
+    # Without a mask shift and symmetric_shift are one order, measured twice.
+    timings = [t for t in timings if t.shape.causal or t.schedule != "symmetric_shift"]
     measured = calibrate.Calibration({}, sms, 0.0, tuple(timings), np.ones(len(timings)))
     choices = measured.choices(calibrate.auto)
     assert len(choices) == 24
-    # A cell repeats to 3 %: without a mask shift and symmetric_shift are one order, and measured 3.1 % apart.
-    assert max(choice.loss for choice in choices) < 0.04
+    losses = {choice.shape: choice.loss for choice in choices}
+    # descending is ahead there with 32 sequences; in a single one its chains would wait for each other.
+    assert losses.pop(calibrate.Shape(128, True, 512, 32, 16, 16)) < 0.04
+    assert max(losses.values()) < 0.03
