@@ -11,7 +11,9 @@ class TileGrid:
     ValueError for a size that is not positive; IndexError for a tile that is not there.
     """
 
-    def __init__(self, seqlen_q: int, seqlen_k: int, q_rows: int, kv_rows: int, causal: bool) -> None: ...
+    def __init__(
+        self, seqlen_q: int, seqlen_k: int, q_rows: int, kv_rows: int, causal: bool, paired: bool = False
+    ) -> None: ...
     @property
     def seqlen_q(self) -> int: ...
     @property
@@ -24,6 +26,9 @@ class TileGrid:
         """Keys a tile."""
     @property
     def causal(self) -> bool: ...
+    @property
+    def paired(self) -> bool:
+        """Whether the schedule may let the heads of a pair go different ways, see heads_in_pairs."""
     def q_tiles(self) -> int: ...
     def kv_tiles(self) -> int: ...
     def offset(self) -> int:
@@ -43,12 +48,15 @@ class _Policy:
     def __init__(self, grid: TileGrid) -> None: ...
     @property
     def grid(self) -> TileGrid: ...
+    @property
+    def ways(self) -> int:
+        """1, or 2 where the heads of a pair go different ways: head h goes way h % ways."""
     def visits(self, kv_tile: int) -> int:
         """How many query tiles the chain of a KV tile visits."""
-    def visit(self, kv_tile: int, step: int) -> int:
-        """The query tile that it visits at a step."""
-    def rank(self, kv_tile: int, q_tile: int) -> int:
-        """The place of its contribution in the query tile's sum."""
+    def visit(self, kv_tile: int, step: int, way: int = 0) -> int:
+        """The query tile that it visits at a step, in a head that goes that way."""
+    def rank(self, kv_tile: int, q_tile: int, way: int = 0) -> int:
+        """The place of its contribution in the query tile's sum, in a head that goes that way."""
     def chain(self, claim: int, heads: int) -> tuple[int, int]:
         """(head, KV tile): the order in which chains are issued."""
     def cycle_end(self, claim: int, heads: int) -> int:
@@ -57,13 +65,13 @@ class _Policy:
         """The CTA, within a cycle, that the schedule has in mind for a KV tile."""
     def resident_ctas_needed(self) -> int:
         """The longest cycle: so many CTAs must run at the same time."""
-    def visit_table(self) -> NDArray[np.int32]:
+    def visit_table(self, way: int = 0) -> NDArray[np.int32]:
         """(KV tiles, query tiles): `visit` at [kv_tile, step], and -1 after a chain's end."""
-    def rank_table(self) -> NDArray[np.int32]:
+    def rank_table(self, way: int = 0) -> NDArray[np.int32]:
         """(KV tiles, query tiles): `rank` at [kv_tile, q_tile], and -1 where the two do not meet."""
     def chain_table(self, heads: int) -> NDArray[np.int32]:
         """(heads * KV tiles, 2): `chain` at [claim]."""
-    def walk(self, kv_tile: int, group: int) -> NDArray[np.int32]:
+    def walk(self, kv_tile: int, group: int, way: int = 0) -> NDArray[np.int32]:
         """(group * visits, 2): the head of the group and the query tile at each step of a KV tile's chain."""
     def split_table(self) -> NDArray[np.int32]:
         """(KV tiles): the visits before it are walked in all query heads of a group, and then the others."""
@@ -77,6 +85,9 @@ class _Policy:
         With claim_ahead a CTA claims its next chain while one runs, where the policy allows it. A chain walks
         `group` query heads; `parts` neighbouring heads belong to one KV head, and end their chains in turn.
         """
+
+def heads_in_pairs(heads_q: int, heads_k: int) -> bool:
+    """Whether heads come in pairs: an even number of them, each with its own K and V."""
 
 class Naive(_Policy): ...
 class Descending(_Policy): ...

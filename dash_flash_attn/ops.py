@@ -51,18 +51,24 @@ def auto_schedule(
 
     A function of the shape of one batch entry, since the bits depend on it.
     """
-    if seqlen_q >= 16384 and (heads_q > heads_k or not causal):
-        # Chains that wait in line are near each other's query tiles, which then stay in the L2 cache. But the
-        # last one starts late, by a reduction for each before it: there must be enough to do after that.
-        q_tiles = -(-seqlen_q // _native.tile_shape(head_dim)[0])
-        if heads_q * q_tiles >= (8192 if causal else 4096):
-            return "descending"
     if not causal:
         return "shift"
-    # Chains that climb from the diagonal do not mind late starts, but at head dimension 64 the even end of
-    # the other order is worth more, once there are more than a few tiles (docs/schedules.md, "auto"). Above
-    # 128 KV tiles half of them are more than one cycle of that order (docs/lab.md, "Above 128 KV tiles").
-    if seqlen_k > 16384 or (seqlen_q == seqlen_k and (head_dim == 128 or seqlen_k <= 1024)):
+    groups = heads_q > heads_k
+    if groups and head_dim == 128 and seqlen_q >= 16384:
+        # Chains that wait in line are near each other's query tiles, which then stay in the L2 cache, in all
+        # heads of a group. But the last one starts late, by a reduction for each before it: there must be
+        # enough to do after that.
+        q_tiles = -(-seqlen_q // _native.tile_shape(head_dim)[0])
+        if heads_q * q_tiles >= 8192:
+            return "descending"
+    # On a square chains climb from the diagonal and do not mind late starts. At head dimension 64 that has
+    # them one query tile apart, and the even end of the other order is worth more, unless the heads of a pair
+    # go opposite ways (docs/schedules.md, "auto"). Above 128 KV tiles half of them are more than one cycle of
+    # that order (docs/lab.md, "Above 128 KV tiles").
+    stalls = (
+        head_dim == 64 and seqlen_k > 1024 and not groups and not _native.heads_in_pairs(heads_q, heads_k)
+    )
+    if seqlen_k > 16384 or (seqlen_q == seqlen_k and not stalls):
         return "shift"
     return "symmetric_shift"
 

@@ -93,37 +93,49 @@ def backward(
     lse_h = lse.reshape(qh.shape[:-1]).to(wide).unsqueeze(-1)
     lse_h = lse_h.masked_fill(lse_h == -math.inf, math.inf)  # no visible key: every probability is 0
     delta = (doh * oh).sum(-1, keepdim=True)
+    dqh, dk_parts, dv_parts = torch.empty_like(qh), torch.empty_like(kh), torch.empty_like(vh)
+    for way in range(policy.ways):
+        mine = (slice(None), slice(way, None, policy.ways))
+        # Contiguous, since a product's bits may depend on the strides.
+        inputs = (x[mine].contiguous() for x in (doh, qh, kh, vh, lse_h, delta))
+        tasks = tasks_in_order(policy, grid, qh.shape[2], way)
+        dqh[mine], dk_parts[mine], dv_parts[mine] = _chains(*inputs, grid, tasks, softmax_scale, q.dtype)
+    dk, dv = (_sum_of_parts(x, parts) for x in (dk_parts, dv_parts))
+    return _by_row(dqh * softmax_scale, q), _by_row(dk * softmax_scale, k), _by_row(dv, v)
+
+
+def _chains(doh, qh, kh, vh, lse_h, delta, grid, tasks, softmax_scale, dtype) -> tuple[Tensor, ...]:
+    """The sums of `tasks`, in heads that all go one way: dQ and dK without their factor, and dV."""
     dqh, dk_parts, dv_parts = torch.zeros_like(qh), torch.zeros_like(kh), torch.zeros_like(vh)
-    for kv_tile, head, q_tile in tasks_in_order(policy, grid, qh.shape[2]):
+    for kv_tile, head, q_tile in tasks:
         rows = slice(q_tile * grid.q_rows, (q_tile + 1) * grid.q_rows)
         keys = slice(kv_tile * grid.kv_rows, (kv_tile + 1) * grid.kv_rows)
         q_t, do_t, k_t, v_t = qh[:, :, head, rows], doh[:, :, head, rows], kh[:, :, keys], vh[:, :, keys]
         p = torch.exp(_scores(grid, q_t, k_t, q_tile, kv_tile, softmax_scale) - lse_h[:, :, head, rows])
         dp = do_t @ v_t.mT
-        ds = _rounded(p * (dp - delta[:, :, head, rows]), q.dtype)
-        dv_parts[:, :, keys] += _rounded(p, q.dtype).mT @ do_t
+        ds = _rounded(p * (dp - delta[:, :, head, rows]), dtype)
+        dv_parts[:, :, keys] += _rounded(p, dtype).mT @ do_t
         dk_parts[:, :, keys] += ds.mT @ q_t
         dqh[:, :, head, rows] += ds @ k_t
-    dk, dv = (_sum_of_parts(x, parts) for x in (dk_parts, dv_parts))
-    return _by_row(dqh * softmax_scale, q), _by_row(dk * softmax_scale, k), _by_row(dv, v)
+    return dqh, dk_parts, dv_parts
 
 
-def tasks_in_order(policy, grid, group: int) -> Iterator[tuple[int, int, int]]:
-    """(KV tile, head of the group, query tile), as the kernel's tickets let them happen.
+def tasks_in_order(policy, grid, group: int, way: int = 0) -> Iterator[tuple[int, int, int]]:
+    """(KV tile, head of the group, query tile), as tickets let them happen in heads that go a way.
 
     A chain advances while the ticket of the query tile that it visits equals its rank there. Chains could be
     served in any sequence: every single sum meets its summands in the same order. RuntimeError if no chain
     can advance, which a valid schedule never lets happen.
     """
     tickets = [[0] * grid.q_tiles() for _ in range(group)]
-    chains = {kv_tile: policy.walk(kv_tile, group).tolist() for kv_tile in range(grid.kv_tiles())}
+    chains = {kv_tile: policy.walk(kv_tile, group, way).tolist() for kv_tile in range(grid.kv_tiles())}
     steps = dict.fromkeys(chains, 0)
     left = sum(map(len, chains.values()))
     while left:
         before = left
         for kv_tile, walk in chains.items():
             for head, q_tile in walk[steps[kv_tile] :]:
-                if tickets[head][q_tile] != policy.rank(kv_tile, q_tile):
+                if tickets[head][q_tile] != policy.rank(kv_tile, q_tile, way):
                     break
                 yield kv_tile, head, q_tile
                 tickets[head][q_tile] += 1
@@ -134,7 +146,13 @@ def tasks_in_order(policy, grid, group: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _grid(q: Tensor, k: Tensor, causal: bool):
-    return _native.TileGrid(q.shape[1], k.shape[1], *_native.tile_shape(q.shape[3]), causal)
+    return _native.TileGrid(
+        q.shape[1],
+        k.shape[1],
+        *_native.tile_shape(q.shape[3]),
+        causal,
+        _native.heads_in_pairs(q.shape[2], k.shape[2]),
+    )
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -60,6 +60,8 @@ class Schedule:
         seqlen_q, seqlen_k: rows of Q, and of K and V; positive.
         head_dim: decides the tiles, as in the kernels.
         causal: query r sees key c if c <= r + seqlen_k - seqlen_q.
+        paired_heads: heads come in pairs, an even number of them a batch entry, each with its own K and V.
+            At head dimension 64 they go different ways in the causal shift.
 
     Raises ValueError for an unknown name or a size that is not positive.
     """
@@ -69,14 +71,14 @@ class Schedule:
     seqlen_k: int
     head_dim: int
     causal: bool = False
+    paired_heads: bool = False
     policy: _native.Policy = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Normalises the name, and makes the policy."""
         object.__setattr__(self, "name", schedule_name(self.name))
-        grid = _native.TileGrid(
-            self.seqlen_q, self.seqlen_k, *_native.tile_shape(self.head_dim), causal=self.causal
-        )
+        q_rows, kv_rows = _native.tile_shape(self.head_dim)
+        grid = _native.TileGrid(self.seqlen_q, self.seqlen_k, q_rows, kv_rows, self.causal, self.paired_heads)
         object.__setattr__(self, "policy", make_policy(self.name, grid))
 
     @property
@@ -84,14 +86,16 @@ class Schedule:
         """The tiles of one head, and which of them meet."""
         return self.policy.grid
 
-    def visits(self, kv_tile: int) -> list[int]:
-        """The query tiles that a KV tile's chain visits, in that sequence."""
-        return [self.policy.visit(kv_tile, step) for step in range(self.policy.visits(kv_tile))]
+    def visits(self, kv_tile: int, head: int = 0) -> list[int]:
+        """The query tiles that a KV tile's chain visits in a head, in that sequence."""
+        way = head % self.policy.ways
+        return [self.policy.visit(kv_tile, step, way) for step in range(self.policy.visits(kv_tile))]
 
-    def order(self, q_tile: int) -> list[int]:
-        """The KV tiles that add to a query tile's dQ, in that order."""
+    def order(self, q_tile: int, head: int = 0) -> list[int]:
+        """The KV tiles that add to a query tile's dQ in a head, in that order."""
+        way = head % self.policy.ways
         return sorted(
-            range(self.grid.contributors(q_tile)), key=lambda kv_tile: self.policy.rank(kv_tile, q_tile)
+            range(self.grid.contributors(q_tile)), key=lambda kv_tile: self.policy.rank(kv_tile, q_tile, way)
         )
 
     def chains(self, heads: int) -> list[tuple[int, int]]:
@@ -132,8 +136,9 @@ class Plan:
         grid: the tiles of one head, and which of them meet.
         group: how many query heads a chain walks.
         chain_table: int (claims, 2), (head, KV tile) in the order of issue.
-        visit_table: int (KV tiles, query tiles), the query tile at each step, and -1 after a chain's end.
-        rank_table: int (KV tiles, query tiles), the rank, and -1 where the two do not meet.
+        way: int (heads), which of the tables a head goes by.
+        visit_table: int (ways, KV tiles, query tiles), the query tile at each step, -1 after a chain's end.
+        rank_table: int (ways, KV tiles, query tiles), the rank, and -1 where the two do not meet.
         cycle: int (KV tiles), equal for KV tiles of one head that may wait for each other both ways.
         together: a chain visits a query tile in so many heads of its group, and then the next tile; and
             when all tiles are done, in the next heads (csrc/schedule/head_order.h).
@@ -144,6 +149,7 @@ class Plan:
     grid: _native.TileGrid
     group: int
     chain_table: NDArray[np.int32]
+    way: NDArray[np.int32]
     visit_table: NDArray[np.int32]
     rank_table: NDArray[np.int32]
     cycle: NDArray[np.int32]
@@ -153,39 +159,44 @@ class Plan:
     @property
     def num_heads(self) -> int:
         """Chain heads: query heads / group."""
-        return len(self.chain_table) // len(self.visit_table)
+        return len(self.way)
 
     @property
     def num_tasks(self) -> int:
         """Pairs of tiles over all query heads."""
-        return self.num_heads * self.group * int((self.visit_table >= 0).sum())
+        return self.group * int((self.visit_table >= 0).sum((1, 2))[self.way].sum())
 
     @property
     def num_ctas_needed(self) -> int:
         """The longest cycle: with as many co-resident CTAs, and with more, the plan makes progress."""
         return int(np.bincount(self.cycle).max())
 
-    def visits(self, kv_tile: int) -> tuple[int, ...]:
+    def visits(self, kv_tile: int, way: int = 0) -> tuple[int, ...]:
         """The query tiles that a KV tile's chain visits in each query head, in that sequence."""
-        row = self.visit_table[kv_tile].tolist()
+        row = self.visit_table[way, kv_tile].tolist()
         return tuple(row[: row.index(-1)] if -1 in row else row)
 
     @cached_property
     def chains(self) -> tuple[Chain, ...]:
         """The chains in the order of issue."""
-        visits = [self.visits(kv_tile) for kv_tile in range(len(self.visit_table))]
-        return tuple(Chain(head, kv_tile, visits[kv_tile]) for head, kv_tile in self.chain_table.tolist())
+        ways, kv_tiles = self.visit_table.shape[:2]
+        visits = [[self.visits(kv_tile, way) for kv_tile in range(kv_tiles)] for way in range(ways)]
+        return tuple(
+            Chain(head, kv_tile, visits[self.way[head]][kv_tile])
+            for head, kv_tile in self.chain_table.tolist()
+        )
 
     def rank(self, head: int, kv_tile: int, q_tile: int) -> int:
-        """The place of a KV tile in the sum of a query tile; the same in every head.
+        """The place of a KV tile in the sum of a query tile.
 
         IndexError for a head, or a pair of tiles, that is not there.
         """
         if not 0 <= head < self.num_heads:
             raise IndexError(f"head {head} is not in 0..{self.num_heads - 1}")
-        if min(kv_tile, q_tile) < 0 or self.rank_table[kv_tile, q_tile] < 0:
+        ranks = self.rank_table[self.way[head]]
+        if min(kv_tile, q_tile) < 0 or ranks[kv_tile, q_tile] < 0:
             raise IndexError(f"KV tile {kv_tile} and query tile {q_tile} do not meet")
-        return int(self.rank_table[kv_tile, q_tile])
+        return int(ranks[kv_tile, q_tile])
 
     @property
     def cycle_end(self) -> NDArray[np.int32]:
@@ -228,6 +239,7 @@ class Plan:
         return {
             "chain_table": self.chain_table,
             "cycle_end": self.cycle_end,
+            "way": self.way,
             "visit_table": self.visit_table,
             "rank_table": self.rank_table,
             "group": self.group,
@@ -241,8 +253,9 @@ class Plan:
         for task in waiting:
             head, q_tile = int(line["q_head"][task]), int(line["q_tile"][task])
             kv_tile = int(self.chain_table[line["claim"][task], 1])
-            before = self.rank_table[kv_tile, q_tile] - 1
-            holder = int(np.flatnonzero(self.rank_table[:, q_tile] == before)[0]) if before >= 0 else kv_tile
+            ranks = self.rank_table[self.way[head // self.group], :, q_tile]
+            before = ranks[kv_tile] - 1
+            holder = int(np.flatnonzero(ranks == before)[0]) if before >= 0 else kv_tile
             claim = np.flatnonzero((self.chain_table == (head // self.group, holder)).all(1))[0]
             if line["claimed"][claim] < 0:
                 return (
@@ -257,16 +270,17 @@ class Plan:
         )
 
     def _validate_chains(self) -> None:
-        kv_tiles = len(self.visit_table)
+        kv_tiles = self.visit_table.shape[1]
         issued = Counter(map(tuple, self.chain_table.tolist()))
         for pair in product(range(self.num_heads), range(kv_tiles)):
             if (times := issued[pair]) != 1:
                 raise UnsoundPlan(f"{self.name} issues KV tile {pair[1]} of head {pair[0]} {times} times")
 
     def _validate_visits(self) -> None:
-        for kv_tile in range(len(self.visit_table)):
+        ways, kv_tiles = self.visit_table.shape[:2]
+        for way, kv_tile in product(range(ways), range(kv_tiles)):
             needed = range(self.grid.first_query(kv_tile), self.grid.q_tiles())
-            visits = self.visits(kv_tile)
+            visits = self.visits(kv_tile, way)
             for q_tile in sorted({*needed, *visits}):
                 times, due = visits.count(q_tile), int(q_tile in needed)
                 if times != due:
@@ -275,8 +289,8 @@ class Plan:
                     )
 
     def _validate_ranks(self) -> None:
-        for q_tile in range(self.grid.q_tiles()):
-            ranks = self.rank_table[: self.grid.contributors(q_tile), q_tile].tolist()
+        for way, q_tile in product(range(len(self.rank_table)), range(self.grid.q_tiles())):
+            ranks = self.rank_table[way, : self.grid.contributors(q_tile), q_tile].tolist()
             for kv_tile, rank in enumerate(ranks):
                 if not 0 <= rank < len(ranks) or ranks.index(rank) < kv_tile:
                     raise UnsoundPlan(
@@ -302,7 +316,8 @@ def plan(
         schedule: a name, see `schedule_name`.
         num_q_tiles, num_kv_tiles: tiles a head.
         causal: the mask's lower right corner is the matrix's: the last query tile sees all KV tiles.
-        num_heads: how many heads chains are issued for (with GQA: KV heads), over the whole batch.
+        num_heads: how many heads chains are issued for (with GQA: KV heads), over the whole batch. An even
+            number without groups: they come in pairs.
         group: query heads that a chain walks, one after the other.
         tile_rows: (queries, keys) a tile. Only their ratio matters, and only under a causal mask.
         heads_per_block: in place of the kernel's order of issue: blocks of so many heads, and in a block
@@ -312,7 +327,12 @@ def plan(
     Raises ValueError for an unknown name or a size that is not positive.
     """
     q_rows, kv_rows = tile_rows
-    grid = _native.TileGrid(num_q_tiles * q_rows, num_kv_tiles * kv_rows, q_rows, kv_rows, causal)
+    if num_heads < 1 or group < 1:
+        raise ValueError(f"num_heads is {num_heads} and group {group}; both must be positive")
+    grid = _native.TileGrid(
+        num_q_tiles * q_rows, num_kv_tiles * kv_rows, q_rows, kv_rows, causal,
+        _native.heads_in_pairs(num_heads * group, num_heads),
+    )  # fmt: skip
     return _write_out(make_policy(schedule, grid), num_heads, group, heads_per_block)
 
 
@@ -333,44 +353,57 @@ def plan_call(
 
     Raises ValueError for an unknown name, a size that is not positive, or heads_k that don't divide heads_q.
     """
-    policy = Schedule(schedule, seqlen_q, seqlen_k, head_dim, causal).policy
+    paired = _native.heads_in_pairs(heads_q, heads_k)
+    policy = Schedule(schedule, seqlen_q, seqlen_k, head_dim, causal, paired).policy
     parts = _native.query_head_parts(heads_q, heads_k, policy.grid, head_dim, policy.waits_in_line)
     return _write_out(policy, batch * heads_k * parts, heads_q // heads_k // parts, None)
 
 
 def _write_out(policy: _native.Policy, num_heads: int, group: int, heads_per_block: int | None) -> Plan:
-    if num_heads < 1 or group < 1:
-        raise ValueError(f"num_heads is {num_heads} and group {group}; both must be positive")
-    kv_tiles = policy.grid.kv_tiles()
+    kv_tiles, ways = policy.grid.kv_tiles(), policy.ways
+    way = np.arange(num_heads, dtype=np.int32) % ways
     if heads_per_block is None:
         chain_table = policy.chain_table(num_heads)
     else:
-        chain_table = _in_blocks(policy, num_heads, heads_per_block)
+        chain_table = _in_blocks(policy, way, heads_per_block)
     cycle = np.empty(kv_tiles, np.int32)
     cycle[policy.chain_table(1)[:, 1]] = [policy.cycle_end(claim, 1) for claim in range(kv_tiles)]
     return Plan(
-        policy.name, policy.grid, group, chain_table, policy.visit_table(), policy.rank_table(),
+        policy.name, policy.grid, group, chain_table, way,
+        np.stack([policy.visit_table(w) for w in range(ways)]),
+        np.stack([policy.rank_table(w) for w in range(ways)]),
         np.unique(cycle, return_inverse=True)[1].astype(np.int32), policy.heads_together(group),
         policy.split_table(),
     )  # fmt: skip
 
 
-def _in_blocks(policy: _native.Policy, num_heads: int, heads_per_block: int) -> NDArray[np.int32]:
+def _in_blocks(policy: _native.Policy, way: NDArray[np.int32], heads_per_block: int) -> NDArray[np.int32]:
     if heads_per_block < 1:
         raise ValueError(f"heads_per_block is {heads_per_block}, not positive")
+    blocks = np.split(np.arange(len(way)), range(heads_per_block, len(way), heads_per_block))
+    two = policy.chain_table(2)
+    if policy.ways == 2:  # the heads that go one way, chain by chain, and then those that go the other
+        return np.array(
+            [
+                (head, kv_tile)
+                for block in blocks
+                for one in range(2)
+                for kv_tile in two[two[:, 0] == one, 1]
+                for head in block[way[block] == one]
+            ],
+            np.int32,
+        )
     if policy.waits_in_line:  # issued head by head, of which blocks are made chain by chain
         stretches = np.split(policy.chain_table(1)[:, 1], policy.grid.kv_tiles())
     else:  # what is issued of one head before the next one's turn: seen in a block of two heads
-        two = policy.chain_table(2)
         changes = np.flatnonzero(np.diff(two[:, 0])) + 1
         stretches = [run[:, 1] for run in np.split(two, changes) if run[0, 0] == 0]
-    heads = range(num_heads)
     return np.array(
         [
             (head, kv_tile)
-            for first in heads[::heads_per_block]
+            for block in blocks
             for stretch in stretches
-            for head in heads[first : first + heads_per_block]
+            for head in block
             for kv_tile in stretch
         ],
         np.int32,

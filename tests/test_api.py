@@ -154,14 +154,17 @@ def test_auto_is_what_was_measured_to_pay() -> None:
     def auto(seqlen: int, heads_q: int, heads_k: int, head_dim: int, causal: bool) -> str:
         return auto_schedule(seqlen, seqlen, heads_q, heads_k, head_dim, causal)
 
-    for head_dim, heads in ((64, 32), (128, 16)):
-        by_length = {n: auto(n, heads, heads, head_dim, False) for n in (512, 8192, 16384, 32768)}
-        assert list(by_length.values()) == ["shift", "shift", "descending", "descending"]
-        assert auto(16384, heads // 2, heads // 2, head_dim, False) == "shift"  # too little to wait for
-        assert auto(32768, heads, heads, head_dim, True) == "shift"
+    for n in (512, 2048, 16384, 32768):
+        for head_dim, heads in ((64, 32), (128, 16)):
+            assert auto(n, heads, heads, head_dim, False) == auto(n, heads, heads, head_dim, True) == "shift"
+        assert auto(n, 32, 8, 64, True) == auto(n, 25, 25, 128, True) == "shift"
     by_length = {n: auto(n, 32, 8, 128, True) for n in (2048, 8192, 16384)}
     assert list(by_length.values()) == ["shift", "shift", "descending"]
-    assert [auto(n, 32, 32, 64, True) for n in (1024, 2048, 16384)] == ["shift", *["symmetric_shift"] * 2]
+    assert auto(16384, 16, 4, 128, True) == "shift"  # too little to wait for
+    # Heads that are no pairs.
+    by_length = {n: auto(n, 25, 25, 64, True) for n in (1024, 2048, 16384, 32768)}
+    assert list(by_length.values()) == ["shift", "symmetric_shift", "symmetric_shift", "shift"]
+    assert auto_schedule(1024, 2048, 16, 16, 128, True) == "symmetric_shift"  # not a square
 
 
 def test_return_attn_probs() -> None:

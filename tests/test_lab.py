@@ -51,9 +51,9 @@ def test_a_plan_is_the_policy_written_out(name, causal):
     policy = make_policy(name, _native.TileGrid(30, 30, 3, 5, causal))
     assert [(c.head, c.kv_tile) for c in p.chains] == [policy.chain(claim, 3) for claim in range(18)]
     for chain in p.chains:
-        kv = chain.kv_tile
-        assert chain.visits == tuple(policy.visit(kv, step) for step in range(policy.visits(kv)))
-        assert all(p.rank(chain.head, kv, q) == policy.rank(kv, q) for q in chain.visits)
+        kv, way = chain.kv_tile, chain.head % policy.ways
+        assert chain.visits == tuple(policy.visit(kv, step, way) for step in range(policy.visits(kv)))
+        assert all(p.rank(chain.head, kv, q) == policy.rank(kv, q, way) for q in chain.visits)
     assert p.cycle_end.tolist() == [policy.cycle_end(claim, 3) for claim in range(18)]
     assert (p.num_heads, p.num_tasks) == (3, 6 * sum(map(policy.visits, range(6))))
     assert p.num_ctas_needed == policy.resident_ctas_needed()
@@ -82,7 +82,7 @@ def test_the_plan_of_a_call_is_the_kernels():
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_blocks_of_heads(name):
     p = plan(name, 8, 8, causal=True, num_heads=6)
-    in_block = {"naive": 1, "descending": 1, "shift": 16, "symmetric_shift": 32}[name]
+    in_block = {"naive": 1, "descending": 1, "shift": 32, "symmetric_shift": 32}[name]
     assert plan(name, 8, 8, causal=True, num_heads=6, heads_per_block=in_block).chains == p.chains
     other = plan(name, 8, 8, causal=True, num_heads=6, heads_per_block=2)
     other.validate()
@@ -117,7 +117,7 @@ def test_plans_are_sound_on_as_many_ctas_as_they_need(p, more):
 
 @given(random_plans(), st.integers(1, 3), st.data())
 def test_a_chain_walks_each_head_of_its_group_in_the_order_of_its_stretches(p, together, data):
-    visits = (p.visit_table >= 0).sum(1)
+    visits = (p.visit_table[0] >= 0).sum(1)
     split = np.array([data.draw(st.integers(0, int(n))) for n in visits], np.int32)
     p = replace(p, together=together, split=split)
     line = _native.simulate(
@@ -147,17 +147,17 @@ def test_unsound_plans_name_the_pair():
 
     for broken, words in (
         (changed("chain_table", 3, p.chain_table[0]), "issues KV tile 0 of head 0 2 times"),
-        (changed("visit_table", (1, 2), 3), "KV tile 1 visits query tile 1 0 times, not 1"),
-        (changed("visit_table", (3, 1), 1), "KV tile 3 visits query tile 1 1 times, not 0"),
-        (changed("rank_table", (2, 3), 0), "KV tile 2 has rank 0 at query tile 3"),
-        (changed("rank_table", (2, 3), 4), "KV tile 2 has rank 4 at query tile 3"),
+        (changed("visit_table", (0, 1, 2), 3), "KV tile 1 visits query tile 1 0 times, not 1"),
+        (changed("visit_table", (0, 3, 1), 1), "KV tile 3 visits query tile 1 1 times, not 0"),
+        (changed("rank_table", (0, 2, 3), 0), "KV tile 2 has rank 0 at query tile 3"),
+        (changed("rank_table", (0, 2, 3), 4), "KV tile 2 has rank 4 at query tile 3"),
     ):
         with pytest.raises(UnsoundPlan, match=words):
             broken.validate()
     # Two KV tiles that wait for each other: 0 visits query tile 0 first and is second there, and 1 likewise.
     q = plan("naive", 2, 2)
     circle = replace(
-        q, visit_table=np.array([[0, 1], [1, 0]]), rank_table=np.array([[1, 0], [0, 1]]), name="circle"
+        q, visit_table=np.array([[[0, 1], [1, 0]]]), rank_table=np.array([[[1, 0], [0, 1]]]), name="circle"
     )
     with pytest.raises(UnsoundPlan, match="circle stops with 9 CTAs: KV tile 0 waits at query tile 0"):
         circle.validate(9)
@@ -233,7 +233,8 @@ def test_what_every_execution_obeys(p, model, more_sms, costs, staging, unordere
     assert all(len(set(e.sm[e.claim == claim])) == 1 for claim in set(e.claim.tolist()))
     assert np.all(np.diff(run.claimed) >= -chain)
     if not unordered:
-        ranks = p.rank_table[p.chain_table[e.claim, 1], e.q_tile]
+        heads, kv_tiles = p.chain_table[e.claim].T
+        ranks = p.rank_table[p.way[heads], kv_tiles, e.q_tile]
         order = np.lexsort((ranks, e.q_tile, e.q_head))
         same = (e.q_head[order][1:] == e.q_head[order][:-1]) & (e.q_tile[order][1:] == e.q_tile[order][:-1])
         gap = e.reduce_start[order][1:] - e.reduce_end[order][:-1]
@@ -309,8 +310,11 @@ def test_wrong_arguments_are_refused():
         with pytest.raises(ValueError):
             simulate(p, **{"num_sms": 2, **options})
     for tables in (
-        {"rank_table": np.zeros((2, 2), int)},
+        {"rank_table": np.zeros((1, 2, 2), int)},
+        {"visit_table": np.full((1, 2, 2), 5)},
         {"visit_table": np.full((2, 2), 5)},
+        {"way": np.array([1])},
+        {"way": np.array([0, 0])},
         {"chain_table": np.array([[0, 0], [7, 1]])},
     ):
         with pytest.raises(ValueError):
@@ -500,7 +504,7 @@ def test_heads_walked_by_stretches_keep_grouped_chains_in_step(n, group):
     """
     one = simulate(plan("symmetric_shift", n, n, causal=True, num_heads=2, heads_per_block=2), n, C, R)
     p = plan("symmetric_shift", n, n, causal=True, num_heads=2, heads_per_block=2, group=group)
-    ends = (p.visit_table >= 0).sum(1).astype(np.int32)
+    ends = (p.visit_table[0] >= 0).sum(1).astype(np.int32)
     in_step = [replace(p, together=together) for together in (1, 2, group)]
     for q in (p, *in_step, replace(p, together=group, split=ends)):
         run = simulate(q, n, C, R)

@@ -216,10 +216,10 @@ def test_a_schedule_that_stalls_is_an_error() -> None:
     class Stalled:
         """Two chains that wait for each other at query tiles 0 and 1."""
 
-        def walk(self, kv_tile: int, group: int) -> np.ndarray:
+        def walk(self, kv_tile: int, group: int, way: int) -> np.ndarray:
             return np.array([(0, step if kv_tile == 0 else 1 - step) for step in range(2)])
 
-        def rank(self, kv_tile: int, q_tile: int) -> int:
+        def rank(self, kv_tile: int, q_tile: int, way: int) -> int:
             return q_tile if kv_tile == 1 else 1 - q_tile
 
     grid = Schedule("naive", 256, 256, 64).grid

@@ -21,6 +21,7 @@ class Shape(NamedTuple):
     q_rows: int
     kv_rows: int
     causal: bool
+    paired: bool = False
 
     @property
     def grid(self):
@@ -91,6 +92,8 @@ def check_progress(policy, heads=3):
     assert 1 <= needed <= LARGEST_GROUP
     for ctas, claim_ahead in itertools.product((needed, needed + 3, 132), (False, True)):
         assert policy.completes(heads, ctas, claim_ahead), (policy.name, ctas, claim_ahead)
+    if policy.grid.paired:
+        return  # each head has its own K and V
     # Chains of GQA, whole and cut into parts that add their dK and dV in turn.
     for ctas, (group, parts) in itertools.product((needed, 132), ((3, 1), (2, 2))):
         assert policy.completes(2 * parts, ctas, True, group, parts), (policy.name, ctas, group, parts)
@@ -98,9 +101,11 @@ def check_progress(policy, heads=3):
 
 def check_all(shape, needed, name):
     policy = make_policy(name, shape.grid)
-    check_visits(policy.visit_table(), needed)
-    check_ranks(policy.rank_table(), needed)
-    check_progress(policy)
+    assert policy.ways in (1, 2) and (policy.ways == 1 or shape.paired)
+    for way in range(policy.ways):
+        check_visits(policy.visit_table(way), needed)
+        check_ranks(policy.rank_table(way), needed)
+    check_progress(policy, 4 if shape.paired else 3)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -114,6 +119,8 @@ def test_every_grid_up_to_40_by_40_tiles(q_rows, kv_rows, ragged, causal):
         needed = needed_pairs(shape)
         for name in SCHEDULES:
             check_all(shape, needed, name)
+        if shape.seqlen_q == shape.seqlen_k:
+            check_all(shape._replace(paired=True), needed, "shift")
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -121,6 +128,8 @@ def test_every_grid_up_to_40_by_40_tiles(q_rows, kv_rows, ragged, causal):
 def test_chains_of_up_to_140_kv_tiles(name, causal):
     for kv_tiles, heads in itertools.product(range(1, 141), range(1, 6)):
         check_chains(make_policy(name, _native.TileGrid(512, kv_tiles * 4, 4, 4, causal)), heads)
+        square = _native.TileGrid(kv_tiles * 4, kv_tiles * 4, 4, 4, causal, paired=True)
+        check_chains(make_policy(name, square), heads)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -132,6 +141,10 @@ def test_many_heads(tiles, name, causal):
     for heads in (17, 64, 130, 257):
         check_chains(policy, heads)
         check_progress(policy, heads)
+    policy = make_policy(name, _native.TileGrid(tiles[1] * 4, tiles[1] * 4, 4, 4, causal, paired=True))
+    for heads in (18, 64, 130, 258):
+        check_chains(policy, heads)
+        check_progress(policy, heads)
 
 
 @st.composite
@@ -139,7 +152,7 @@ def shapes(draw):
     q_rows, kv_rows = draw(st.sampled_from(ROWS))
     seqlen_q = draw(st.integers(1, 150 * q_rows))
     seqlen_k = draw(st.one_of(st.integers(1, 300 * kv_rows), st.just(seqlen_q)))
-    return Shape(seqlen_q, seqlen_k, q_rows, kv_rows, draw(st.booleans()))
+    return Shape(seqlen_q, seqlen_k, q_rows, kv_rows, draw(st.booleans()), draw(st.booleans()))
 
 
 @settings(max_examples=150, deadline=None)
@@ -148,6 +161,7 @@ def shapes(draw):
 @example(Shape(65 * 4, 65 * 4, 4, 4, False), 2)  # two groups, the second one shorter
 @example(Shape(256 * 2, 128 * 4, 2, 4, False), 3)  # 16,384 tokens at head dimension 128
 @example(Shape(129 * 4, 129 * 4, 4, 4, True), 2)
+@example(Shape(129 * 4, 129 * 4, 4, 4, True, paired=True), 2)
 @example(Shape(3, 259 * 4, 4, 4, False), 3)  # one query tile, five groups
 @example(Shape(150 * 4, 7, 4, 4, True), 1)  # most queries see no key
 def test_larger_grids(shape, heads):
@@ -178,8 +192,8 @@ def square(name, n, causal, q_rows=4, kv_rows=4):
     return make_policy(name, _native.TileGrid(n * 4, n * 4, q_rows, kv_rows, causal))
 
 
-def chain_visits(policy):
-    return [[q for q in row if q >= 0] for row in policy.visit_table().tolist()]
+def chain_visits(policy, way=0):
+    return [[q for q in row if q >= 0] for row in policy.visit_table(way).tolist()]
 
 
 @pytest.mark.parametrize("n", range(1, LARGEST_GROUP + 1))
@@ -223,7 +237,7 @@ def test_symmetric_shift_as_in_the_paper(n):
 # in the order of the ranks.
 
 
-def check_stall_free(policy, sequences):
+def check_stall_free(policy, sequences, way=0):
     """`sequences`: for each CTA its (KV tile, query tile) pairs, one a step of time, or None."""
     arrivals = {}
     for pairs in itertools.zip_longest(*sequences):
@@ -232,7 +246,7 @@ def check_stall_free(policy, sequences):
         for pair in filter(None, pairs):
             arrivals.setdefault(pair[1], []).append(pair[0])
     for q_tile, kv_tiles in arrivals.items():
-        ranks = [policy.rank(kv_tile, q_tile) for kv_tile in kv_tiles]
+        ranks = [policy.rank(kv_tile, q_tile, way) for kv_tile in kv_tiles]
         assert ranks == sorted(ranks)
 
 
@@ -301,6 +315,70 @@ def test_a_band_that_climbs_has_a_query_tile_for_everybody(kv_tiles):
     visits = chain_visits(policy)
     for begin, end in itertools.pairwise([0, *ends]):
         check_stall_free(policy, [[(kv, q) for q in visits[kv]] for kv in chains[begin:end]])
+
+
+@pytest.mark.parametrize("kv_tiles", [*range(2, 41), 64, 65, 128, 130, 300])
+@pytest.mark.parametrize(("q_rows", "kv_rows"), [(4, 4), (2, 4)])
+def test_heads_of_a_pair_go_opposite_ways_and_never_wait(kv_tiles, q_rows, kv_rows):
+    """A CTA takes one chain of each head, one after the other: all end together, and nobody ever waits."""
+    seqlen = kv_tiles * kv_rows - 1
+    policy = make_policy("shift", _native.TileGrid(seqlen, seqlen, q_rows, kv_rows, True, paired=True))
+    if q_rows < kv_rows and kv_tiles > 8:  # bands, as where heads are no pairs
+        assert policy.ways == 1
+        return
+    assert (policy.ways, policy.resident_ctas_needed()) == (2, 1)
+    climbing, descending = chain_visits(policy, 0), chain_visits(policy, 1)
+    for kv_tile in range(kv_tiles):
+        up = list(range(policy.grid.first_query(kv_tile), policy.grid.q_tiles()))
+        assert climbing[kv_tile] == up and descending[kv_tile] == up[::-1]
+    chains = policy.chain_table(2)
+    up, down = (chains[chains[:, 0] == head, 1].tolist() for head in range(2))
+    assert up == down[::-1] == list(range(kv_tiles))[::-1]
+    pairs = list(zip(up, down, strict=True))
+    assert len({len(climbing[first]) + len(descending[then]) for first, then in pairs}) == 1
+    check_stall_free(policy, [[(kv, q) for q in climbing[kv]] for kv, _ in pairs], way=0)
+    late = [[None] * len(climbing[kv]) + [(then, q) for q in descending[then]] for kv, then in pairs]
+    check_stall_free(policy, late, way=1)
+    # Whoever comes before a chain in a query tile's sum was issued before it, in any number of heads.
+    for heads in (2, 6):
+        issued = {tuple(chain): claim for claim, chain in enumerate(policy.chain_table(heads).tolist())}
+        for q_tile, head in itertools.product(range(policy.grid.q_tiles()), range(heads)):
+            contributors = range(policy.grid.contributors(q_tile))
+            order = sorted(contributors, key=lambda kv: policy.rank(kv, q_tile, head % 2))
+            claims = [issued[head, kv] for kv in order]
+            assert claims == sorted(claims)
+
+
+def test_pairs_fill_a_chip_or_two():
+    # 1,024 tokens at head dimension 64, 8 KV tiles: 32 heads of either way fill two chips.
+    chains = Schedule("shift", 1024, 1024, 64, True, paired_heads=True).policy.chain_table(128).tolist()
+    assert chains[:32] == [[head, 7] for head in range(0, 64, 2)]
+    assert chains[32 * 7 : 32 * 8] == [[head, 0] for head in range(0, 64, 2)]
+    assert chains[32 * 8 : 32 * 9] == [[head, 0] for head in range(1, 64, 2)]
+    assert {head for head, _ in chains[64 * 8 :]} == set(range(64, 128))
+    # At head dimension 128, where neighbours are two query tiles apart by the mask, one chip. No small block.
+    policy = Schedule("shift", 1024, 1024, 128, True, paired_heads=True).policy
+    for heads, climbing in ((64, 16), (32, 16), (80, 20), (24, 12)):
+        assert set(policy.chain_table(heads)[: climbing * 8, 0]) == set(range(0, 2 * climbing, 2))
+    # 192 KV tiles fill two chips well enough, 170 do not.
+    for tokens, heads in ((192 * 128, 1), (170 * 128, 2)):
+        chains = Schedule("shift", tokens, tokens, 64, True, paired_heads=True).policy.chain_table(16)
+        assert len(set(chains[:100, 0])) == heads
+
+
+@pytest.mark.parametrize(
+    ("heads_q", "heads_k", "pairs"), [(4, 4, True), (3, 3, False), (4, 2, False), (2, 2, True)]
+)
+def test_heads_that_come_in_pairs(heads_q, heads_k, pairs):
+    assert _native.heads_in_pairs(heads_q, heads_k) == pairs
+
+
+@pytest.mark.parametrize("stride", [1, 2, 3, 4, 7, 8, 16])
+@pytest.mark.parametrize("kv_tiles", [5, 64])
+def test_neighbours_of_a_rotation_keep_a_distance_that_the_cache_can_hold(kv_tiles, stride):
+    policy = make_policy("shift", _native.TileGrid(kv_tiles * stride * 4, kv_tiles * 4, 4, 4, False))
+    starts = [policy.visit(kv_tile, 0) for kv_tile in range(kv_tiles)]
+    assert set(np.diff(starts)) == {max(apart for apart in (1, 2, 4) if apart <= stride)}
 
 
 # The checks themselves can fail.

@@ -22,9 +22,7 @@ bool completes(Policy const& policy, int heads, int ctas, bool claim_ahead, int 
     struct Cta {
         int claims[2];
         int held = 0;
-        bool walking = false;  // the chain claims[0]
-        int steps_left = 0;
-        schedule::HeadWalk walk;
+        int step = 0;  // of the chain claims[0]
     };
     int const q_tiles = policy.grid.q_tiles();
     int const all_claims = heads * policy.grid.kv_tiles();
@@ -42,24 +40,21 @@ bool completes(Policy const& policy, int heads, int ctas, bool claim_ahead, int 
     // Takes all steps that are in turn. Returns whether there was one, or the chain has no steps left.
     auto const run = [&](Cta& cta) {
         schedule::Chain const chain = policy.chain(cta.claims[0], heads);
-        int const visits = policy.visits(chain.kv_tile);
-        if (!cta.walking) {
-            cta.walk = schedule::HeadWalk(policy.heads(chain.kv_tile, group), group, visits);
-            cta.steps_left = group * visits;
-            cta.walking = true;
-        }
+        int const visits = policy.visits(chain.kv_tile), way = chain.head % policy.ways();
         bool progress = false;
-        for (; cta.steps_left > 0; --cta.steps_left, cta.walk.next(), progress = true) {
-            int const q_tile = policy.visit(chain.kv_tile, cta.walk.visit);
-            int& ticket = tickets[(size_t(chain.head) * group + cta.walk.head) * q_tiles + q_tile];
-            if (policy.rank(chain.kv_tile, q_tile) != ticket) return progress;
+        for (; cta.step < group * visits; ++cta.step, progress = true) {
+            schedule::HeadRun const stop =
+                schedule::head_run(policy.heads(chain.kv_tile, group), group, visits, cta.step);
+            int const q_tile = policy.visit(chain.kv_tile, stop.visit, way);
+            int& ticket = tickets[(size_t(chain.head) * group + stop.head) * q_tiles + q_tile];
+            if (policy.rank(chain.kv_tile, q_tile, way) != ticket) return progress;
             ++ticket;
         }
         int& part_ticket = part_tickets[size_t(chain.head / parts) * policy.grid.kv_tiles() + chain.kv_tile];
         if (part_ticket != chain.head % parts) return progress;
         ++part_ticket;
         cta.claims[0] = cta.claims[1];
-        cta.walking = false;
+        cta.step = 0;
         --cta.held;
         ++done;
         return true;

@@ -31,19 +31,24 @@ int checked_positive(int value, char const* what) {
     return value;
 }
 
-TileGrid make_grid(int seqlen_q, int seqlen_k, int q_rows, int kv_rows, bool causal) {
-    return {checked_positive(seqlen_q, "seqlen_q"), checked_positive(seqlen_k, "seqlen_k"),
-            checked_positive(q_rows, "q_rows"), checked_positive(kv_rows, "kv_rows"), causal};
+TileGrid make_grid(int seqlen_q, int seqlen_k, int q_rows, int kv_rows, bool causal, bool paired) {
+    return {checked_positive(seqlen_q, "seqlen_q"),
+            checked_positive(seqlen_k, "seqlen_k"),
+            checked_positive(q_rows, "q_rows"),
+            checked_positive(kv_rows, "kv_rows"),
+            causal,
+            paired};
 }
 
 void bind_grid(py::module_& m) {
     py::class_<TileGrid>(m, "TileGrid")
-        .def(py::init(&make_grid), "seqlen_q"_a, "seqlen_k"_a, "q_rows"_a, "kv_rows"_a, "causal"_a)
+        .def(py::init(&make_grid), "seqlen_q"_a, "seqlen_k"_a, "q_rows"_a, "kv_rows"_a, "causal"_a, "paired"_a = false)
         .def_readonly("seqlen_q", &TileGrid::seqlen_q)
         .def_readonly("seqlen_k", &TileGrid::seqlen_k)
         .def_readonly("q_rows", &TileGrid::q_rows)
         .def_readonly("kv_rows", &TileGrid::kv_rows)
         .def_readonly("causal", &TileGrid::causal)
+        .def_readonly("paired", &TileGrid::paired)
         .def("q_tiles", &TileGrid::q_tiles)
         .def("kv_tiles", &TileGrid::kv_tiles)
         .def("offset", &TileGrid::offset)
@@ -69,21 +74,23 @@ py::array_t<int> pair_table(TileGrid const& g) {
 }
 
 template <typename Policy>
-py::array_t<int> visit_table(Policy const& p) {
+py::array_t<int> visit_table(Policy const& p, int way) {
+    checked(way, p.ways(), "way");
     py::array_t<int> table = pair_table(p.grid);
     auto cells = table.mutable_unchecked<2>();
     for (int kv = 0; kv < p.grid.kv_tiles(); ++kv) {
-        for (int step = 0; step < p.visits(kv); ++step) cells(kv, step) = p.visit(kv, step);
+        for (int step = 0; step < p.visits(kv); ++step) cells(kv, step) = p.visit(kv, step, way);
     }
     return table;
 }
 
 template <typename Policy>
-py::array_t<int> rank_table(Policy const& p) {
+py::array_t<int> rank_table(Policy const& p, int way) {
+    checked(way, p.ways(), "way");
     py::array_t<int> table = pair_table(p.grid);
     auto cells = table.mutable_unchecked<2>();
     for (int q = 0; q < p.grid.q_tiles(); ++q) {
-        for (int kv = 0; kv < p.grid.contributors(q); ++kv) cells(kv, q) = p.rank(kv, q);
+        for (int kv = 0; kv < p.grid.contributors(q); ++kv) cells(kv, q) = p.rank(kv, q, way);
     }
     return table;
 }
@@ -98,14 +105,15 @@ py::array_t<int> split_table(Policy const& p) {
 
 // (group * visits, 2) of int32: the head of the group and the query tile at each step of a chain.
 template <typename Policy>
-py::array_t<int> walk(Policy const& p, int kv_tile, int group) {
+py::array_t<int> walk(Policy const& p, int kv_tile, int group, int way) {
+    checked(way, p.ways(), "way");
     int const visits = p.visits(kv_tile), steps = checked_positive(group, "group") * visits;
     py::array_t<int> table({steps, 2});
     auto cells = table.mutable_unchecked<2>();
-    schedule::HeadWalk walk(p.heads(kv_tile, group), group, visits);
-    for (int step = 0; step < steps; ++step, walk.next()) {
-        cells(step, 0) = walk.head;
-        cells(step, 1) = p.visit(kv_tile, walk.visit);
+    for (int step = 0; step < steps; ++step) {
+        schedule::HeadRun const stop = schedule::head_run(p.heads(kv_tile, group), group, visits, step);
+        cells(step, 0) = stop.head;
+        cells(step, 1) = p.visit(kv_tile, stop.visit, way);
     }
     return table;
 }
@@ -136,21 +144,24 @@ void bind_policy(py::module_& m, char const* class_name) {
         .def_readonly("grid", &Policy::grid)
         .def_property_readonly_static("name", [](py::object) { return Policy::kName; })
         .def_property_readonly_static("waits_in_line", [](py::object) { return Policy::kWaitsInLine; })
+        .def_property_readonly("ways", &Policy::ways)
         .def(
             "visits", [=](Policy const& p, int kv) { return p.visits(kv_checked(p, kv)); }, "kv_tile"_a)
         .def(
             "visit",
-            [=](Policy const& p, int kv, int step) {
-                return p.visit(kv_checked(p, kv), checked(step, p.visits(kv), "step"));
+            [=](Policy const& p, int kv, int step, int way) {
+                checked(way, p.ways(), "way");
+                return p.visit(kv_checked(p, kv), checked(step, p.visits(kv), "step"), way);
             },
-            "kv_tile"_a, "step"_a)
+            "kv_tile"_a, "step"_a, "way"_a = 0)
         .def(
             "rank",
-            [](Policy const& p, int kv, int q) {
+            [](Policy const& p, int kv, int q, int way) {
+                checked(way, p.ways(), "way");
                 checked(q, p.grid.q_tiles(), "query tile");
-                return p.rank(checked(kv, p.grid.contributors(q), "contributing KV tile"), q);
+                return p.rank(checked(kv, p.grid.contributors(q), "contributing KV tile"), q, way);
             },
-            "kv_tile"_a, "q_tile"_a)
+            "kv_tile"_a, "q_tile"_a, "way"_a = 0)
         .def(
             "chain",
             [](Policy const& p, int claim, int heads) {
@@ -169,12 +180,12 @@ void bind_policy(py::module_& m, char const* class_name) {
         .def(
             "slot", [=](Policy const& p, int kv) { return p.slot(kv_checked(p, kv)); }, "kv_tile"_a)
         .def("resident_ctas_needed", &Policy::resident_ctas_needed)
-        .def("visit_table", &visit_table<Policy>)
-        .def("rank_table", &rank_table<Policy>)
+        .def("visit_table", &visit_table<Policy>, "way"_a = 0)
+        .def("rank_table", &rank_table<Policy>, "way"_a = 0)
         .def("chain_table", &chain_table<Policy>, "heads"_a)
         .def(
-            "walk", [=](Policy const& p, int kv, int group) { return walk(p, kv_checked(p, kv), group); }, "kv_tile"_a,
-            "group"_a)
+            "walk", [=](Policy const& p, int kv, int group, int way) { return walk(p, kv_checked(p, kv), group, way); },
+            "kv_tile"_a, "group"_a, "way"_a = 0)
         .def("split_table", &split_table<Policy>)
         .def(
             "heads_together",
@@ -195,6 +206,7 @@ void bind_policy(py::module_& m, char const* class_name) {
 
 void bind_schedules(py::module_& m) {
     bind_grid(m);
+    m.def("heads_in_pairs", &schedule::heads_in_pairs, "heads_q"_a, "heads_k"_a);
     bind_policy<schedule::Naive>(m, "Naive");
     bind_policy<schedule::Descending>(m, "Descending");
     bind_policy<schedule::Shift>(m, "Shift");

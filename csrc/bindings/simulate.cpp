@@ -3,6 +3,7 @@
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -24,26 +25,57 @@ py::array_t<T> array(std::vector<T> const& values) {
     return py::array_t<T>(py::ssize_t(values.size()), values.data());
 }
 
+// At each query tile the ranks must be a permutation: then every sum has as many tasks as ranks.
+void check_way(lab::Chains const& chains, int way) {
+    std::vector<int> contributors(chains.q_tiles, 0);
+    for (int kv = 0; kv < chains.kv_tiles; ++kv) {
+        std::vector<char> visited(chains.q_tiles, 0);
+        for (int step = 0; step < chains.visits(way, kv); ++step) {
+            int const q = chains.visit[chains.row(way, kv) + step];
+            if (q < 0 || q >= chains.q_tiles || visited[q]++)
+                throw py::value_error("KV tile " + std::to_string(kv) + " visits query tile " + std::to_string(q) +
+                                      ", which is not there, or a second time");
+            ++contributors[q];
+        }
+        if (chains.split[kv] < 0 || chains.split[kv] > chains.visits(way, kv))
+            throw py::value_error("KV tile " + std::to_string(kv) + ": split " + std::to_string(chains.split[kv]) +
+                                  " is not among its visits");
+    }
+    for (int q = 0; q < chains.q_tiles; ++q) {
+        std::vector<char> taken(contributors[q], 0);
+        for (int kv = 0; kv < chains.kv_tiles; ++kv) {
+            auto const row = chains.visit.begin() + chains.row(way, kv);
+            if (std::find(row, row + chains.visits(way, kv), q) == row + chains.visits(way, kv)) continue;
+            int const r = chains.rank[chains.row(way, kv) + q];
+            if (r < 0 || r >= contributors[q] || taken[r]++)
+                throw py::value_error("KV tile " + std::to_string(kv) + " has rank " + std::to_string(r) +
+                                      " at query tile " + std::to_string(q) + ", which has " +
+                                      std::to_string(contributors[q]) + " contributors, or it is taken");
+        }
+    }
+}
+
 // The simulator trusts its tables: whatever could lead it out of them is refused here.
-lab::Chains make_chains(Table const& chain_table, Table const& cycle_end, Table const& visit, Table const& rank,
-                        int group, int together, Table const& split) {
+lab::Chains make_chains(Table const& chain_table, Table const& cycle_end, Table const& way, Table const& visit,
+                        Table const& rank, int group, int together, Table const& split) {
     if (chain_table.ndim() != 2 || chain_table.shape(1) != 2) throw py::value_error("chain_table is not (claims, 2)");
-    if (visit.ndim() != 2 || rank.ndim() != 2 || visit.shape(0) != rank.shape(0) || visit.shape(1) != rank.shape(1))
-        throw py::value_error("visit_table and rank_table are not both (KV tiles, query tiles)");
+    if (visit.ndim() != 3 || rank.ndim() != 3 || !std::equal(visit.shape(), visit.shape() + 3, rank.shape()))
+        throw py::value_error("visit_table and rank_table are not both (ways, KV tiles, query tiles)");
     if (cycle_end.ndim() != 1 || cycle_end.shape(0) != chain_table.shape(0))
         throw py::value_error("cycle_end has not one entry a claim");
     if (group < 1) throw py::value_error("group is " + std::to_string(group) + ", not positive");
     if (together < 1) throw py::value_error("together is " + std::to_string(together) + ", not positive");
-    if (split.ndim() != 1 || split.shape(0) != visit.shape(0))
+    if (split.ndim() != 1 || split.shape(0) != visit.shape(1))
         throw py::value_error("split has not one entry a KV tile");
 
     lab::Chains chains;
-    chains.kv_tiles = int(visit.shape(0));
-    chains.q_tiles = int(visit.shape(1));
+    chains.kv_tiles = int(visit.shape(1));
+    chains.q_tiles = int(visit.shape(2));
     chains.group = group;
     chains.together = together;
     chains.split = values(split);
     chains.cycle_end = values(cycle_end);
+    chains.way = values(way);
     chains.visit = values(visit);
     chains.rank = values(rank);
     int const claims = int(chain_table.shape(0));
@@ -53,8 +85,7 @@ lab::Chains make_chains(Table const& chain_table, Table const& cycle_end, Table 
         chains.kv_tile.push_back(pairs(claim, 1));
     }
 
-    // Each (head, KV tile) once, and at each query tile a permutation of ranks: then every sum has as many
-    // tasks as ranks.
+    // Each (head, KV tile) once.
     if (claims % chains.kv_tiles != 0) throw py::value_error("the claims are not whole heads");
     std::vector<char> seen(claims, 0);
     for (int claim = 0; claim < claims; ++claim) {
@@ -64,39 +95,21 @@ lab::Chains make_chains(Table const& chain_table, Table const& cycle_end, Table 
             throw py::value_error("claim " + std::to_string(claim) + ": KV tile " + std::to_string(kv) + " of head " +
                                   std::to_string(head) + " is not there, or a second time");
     }
-    std::vector<int> contributors(chains.q_tiles, 0);
-    for (int kv = 0; kv < chains.kv_tiles; ++kv) {
-        std::vector<char> visited(chains.q_tiles, 0);
-        for (int step = 0; step < chains.visits(kv); ++step) {
-            int const q = chains.visit[int64_t(kv) * chains.q_tiles + step];
-            if (q < 0 || q >= chains.q_tiles || visited[q]++)
-                throw py::value_error("KV tile " + std::to_string(kv) + " visits query tile " + std::to_string(q) +
-                                      ", which is not there, or a second time");
-            ++contributors[q];
-        }
-        if (chains.split[kv] < 0 || chains.split[kv] > chains.visits(kv))
-            throw py::value_error("KV tile " + std::to_string(kv) + ": split " + std::to_string(chains.split[kv]) +
-                                  " is not among its visits");
-    }
-    for (int q = 0; q < chains.q_tiles; ++q) {
-        std::vector<char> taken(contributors[q], 0);
-        for (int kv = 0; kv < chains.kv_tiles; ++kv) {
-            auto const row = chains.visit.begin() + int64_t(kv) * chains.q_tiles;
-            if (std::find(row, row + chains.visits(kv), q) == row + chains.visits(kv)) continue;
-            int const r = chains.rank[int64_t(kv) * chains.q_tiles + q];
-            if (r < 0 || r >= contributors[q] || taken[r]++)
-                throw py::value_error("KV tile " + std::to_string(kv) + " has rank " + std::to_string(r) +
-                                      " at query tile " + std::to_string(q) + ", which has " +
-                                      std::to_string(contributors[q]) + " contributors, or it is taken");
-        }
-    }
+    if (way.ndim() != 1 || way.shape(0) != claims / chains.kv_tiles)
+        throw py::value_error("way has not one entry a head");
+    int const ways = int(visit.shape(0));
+    for (int w : chains.way)
+        if (w < 0 || w >= ways) throw py::value_error("way " + std::to_string(w) + " has no tables");
+    for (int way = 0; way < ways; ++way) check_way(chains, way);
     return chains;
 }
 
-py::dict simulate(Table const& chain_table, Table const& cycle_end, Table const& visit_table, Table const& rank_table,
-                  int group, int together, Table const& split, int sms, double compute, double reduce, double signal,
-                  double chain, int staging, double jitter, double pace, uint64_t seed, bool ordered) {
-    lab::Chains const chains = make_chains(chain_table, cycle_end, visit_table, rank_table, group, together, split);
+py::dict simulate(Table const& chain_table, Table const& cycle_end, Table const& way, Table const& visit_table,
+                  Table const& rank_table, int group, int together, Table const& split, int sms, double compute,
+                  double reduce, double signal, double chain, int staging, double jitter, double pace, uint64_t seed,
+                  bool ordered) {
+    lab::Chains const chains =
+        make_chains(chain_table, cycle_end, way, visit_table, rank_table, group, together, split);
     if (sms < 1) throw py::value_error("num_sms is " + std::to_string(sms) + ", not positive");
     if (staging < 0) throw py::value_error("staging is negative");
     if (!(compute >= 0 && reduce >= 0 && signal >= 0 && chain >= 0)) throw py::value_error("a time is negative");
@@ -117,9 +130,9 @@ py::dict simulate(Table const& chain_table, Table const& cycle_end, Table const&
 }  // namespace
 
 void bind_lab(py::module_& m) {
-    m.def("simulate", &simulate, py::kw_only(), "chain_table"_a, "cycle_end"_a, "visit_table"_a, "rank_table"_a,
-          "group"_a, "together"_a, "split"_a, "sms"_a, "compute"_a, "reduce"_a, "signal"_a, "chain"_a, "staging"_a,
-          "jitter"_a, "pace"_a, "seed"_a, "ordered"_a);
+    m.def("simulate", &simulate, py::kw_only(), "chain_table"_a, "cycle_end"_a, "way"_a, "visit_table"_a,
+          "rank_table"_a, "group"_a, "together"_a, "split"_a, "sms"_a, "compute"_a, "reduce"_a, "signal"_a, "chain"_a,
+          "staging"_a, "jitter"_a, "pace"_a, "seed"_a, "ordered"_a);
 }
 
 }  // namespace dash::bindings

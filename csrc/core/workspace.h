@@ -48,7 +48,8 @@ inline int query_head_parts(BackwardParams const& p, schedule::TileGrid const& g
 
 inline schedule::TileGrid tile_grid(BackwardParams const& p) {
     TileShape const shape = tile_shape(p.head_dim);
-    return {p.seqlen_q, p.seqlen_k, shape.q_rows, shape.kv_rows, p.causal != 0};
+    return {p.seqlen_q,    p.seqlen_k,    shape.q_rows,
+            shape.kv_rows, p.causal != 0, schedule::heads_in_pairs(p.heads_q, p.heads_k)};
 }
 
 // One allocation, cut into five. The fp32 sums are tiles in an order that suits the kernel; nobody else

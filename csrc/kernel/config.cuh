@@ -29,7 +29,7 @@ struct alignas(8) QueryTile {
 
 // And what the writers need to know of a step. `rank` is negative if the contributions are summed as they come.
 struct alignas(16) StepSlot {
-    int q_head;
+    uint32_t sum;  // the query tile, counted through all heads: its sum, and its ticket
     int q_tile;
     int rank;
     int contributors;
@@ -40,6 +40,15 @@ template <class Element>
 struct CompleteTile {
     Element* dq;
     int rows;  // up to the end of the tensor
+};
+
+// What the loader would keep in registers if it had more of them.
+struct alignas(16) LoaderNotes {
+    // What it needs for each step comes at once: shared memory is busy, and a read of it takes long.
+    int kv_tile_and_way, q_head, batch;
+    int end;   // of the run in hand: visits
+    int left;  // steps of the chain after it
+    uint32_t chains;
 };
 
 // What a writer would keep in registers if it had more of them.
@@ -79,7 +88,7 @@ struct Config {
     using DqPlace = RingPlace<kDqStages>;
     using RowsPlace = RingPlace<kRowStages>;
     using ChainPlace = RingPlace<kChainSlots>;
-    static constexpr int kStepSlots = 8;  // the loader is at most six steps ahead of the slowest writer
+    static constexpr int kStepSlots = 16;  // the loader is at most seven steps ahead of the slowest writer
 
     static constexpr int kMathWarpgroups = 2;
     static constexpr int kMathThreads = kMathWarpgroups * 128;
@@ -172,10 +181,7 @@ struct Config {
         QueryTile q_tile[kQStages];
         StepSlot step[kStepSlots];
         Work work[kChainSlots];
-        // The loader's, who has few registers: the walk, and of how many heads, the first ones, statistics are there.
-        schedule::HeadWalk walk;
-        int heads_ready;
-        uint32_t loader_chains;
+        LoaderNotes loader_notes;
         WriterNotes writer_notes[kWriterWarps];
         CompleteTile<Element> complete[kDqStages];
         StatisticsDesk statistics_desk[1 + kStatisticsHelpers];

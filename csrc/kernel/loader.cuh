@@ -15,58 +15,91 @@ struct Loader {
 
     KernelArguments const& args;
     Shared& shared;
-    Policy policy;
+    Policy const& the_policy;
 
-    __device__ Loader(KernelArguments const& a, Policy const& p, Shared& s) : args(a), shared(s), policy(p) {
-        policy.grid.q_rows = Config::kQRows;  // constants, so that the policy divides by shifting
-        policy.grid.kv_rows = Config::kKvRows;
-    }
+    __device__ Loader(KernelArguments const& a, Policy const& p, Shared& s) : args(a), shared(s), the_policy(p) {}
 
     __device__ void run() {
         prefetch_descriptors();
+        LoaderNotes& notes = shared.loader_notes;
         uint32_t step = 0;
-        for (uint32_t chain_count = 0;; chain_count = ++shared.loader_chains) {
-            typename Config::ChainPlace const place(chain_count);
-            int const claim = next_claim(chain_count);
-            Work& work = shared.work[place.slot];
-            if (claim >= args.chains) {
-                work.batch = -1;
-                shared.chain_full[place.slot].arrive();
-                if (chain_count > 0) send_dv(shared.loader_chains - 1);  // the same number, in no register
-                return;
-            }
-            schedule::Chain const chain = policy.chain(claim, args.chain_heads);
-            int const kv_head = chain.head / args.parts;
-            work = {kv_head / args.heads_k,
-                    kv_head % args.heads_k,
-                    chain.kv_tile,
-                    chain.head % args.parts,
-                    (chain.head % (args.heads_k * args.parts)) * args.heads_per_part,
-                    policy.visits(chain.kv_tile) * args.heads_per_part,
-                    claim};
-            prefetch_key_value(work);
-            shared.chain_full[place.slot].arrive();
-
-            schedule::HeadWalk& walk = shared.walk;
-            shared.loader_chains = chain_count;
-            shared.heads_ready = 0;
-            walk = {policy.heads(work.kv_tile, args.heads_per_part), args.heads_per_part, policy.visits(work.kv_tile)};
+        for (notes.chains = 0; begin_chain(); ++notes.chains) {
+            Work const& work = shared.work[typename Config::ChainPlace(notes.chains).slot];
+            for (notes.left = work.steps; notes.left > 0;) {
+                int visit = begin_run(work);
 #pragma unroll 1
-            for (int left = work.steps; left > 0; --left, ++step, walk.next()) {
-                int const q_tile = policy.visit(work.kv_tile, walk.visit);
-                int const rank = args.ordered ? policy.rank(work.kv_tile, q_tile) : -1;
-                int const q_head = work.first_q_head + walk.head;
-                if (walk.head == shared.heads_ready) wait_for_statistics(work, q_head);
-                // dO first: its buffer is free earlier.
-                load_dout(work.batch, q_head, q_tile, step);
-                load_query(work, {q_head, q_tile, rank, policy.grid.contributors(q_tile)}, step);
+                while (load(visit, step)) ++visit, ++step;
+                ++step;
                 // After the first query tile, whose stages are free before the last chain is done with its K and V.
-                if (left == work.steps) load_key_value(work, shared.loader_chains);
+                if (notes.left == work.steps - 1) load_key_value(work, notes.chains);
             }
         }
+        if (notes.chains > 0) send_dv(notes.chains - 1);
     }
 
   private:
+    // Asked anew each time, so that nothing that is worked out from the sizes is kept in registers in between.
+    __device__ Policy policy() const {
+        Policy policy = the_policy;
+        policy.grid.q_rows = Config::kQRows;  // constants, so that the policy divides by shifting
+        policy.grid.kv_rows = Config::kKvRows;
+        asm volatile("" : "+r"(policy.grid.seqlen_q), "+r"(policy.grid.seqlen_k));
+        return policy;
+    }
+
+    // Claims a chain and tells everybody. Returns whether there was one.
+    __device__ bool begin_chain() {
+        int const claim = next_claim(shared.loader_notes.chains);
+        typename Config::ChainPlace const place(shared.loader_notes.chains);
+        Work& work = shared.work[place.slot];
+        if (claim >= args.chains) {
+            work.batch = -1;
+            shared.chain_full[place.slot].arrive();
+            return false;
+        }
+        work.claim = claim;
+        schedule::Chain const chain = policy().chain(claim, args.chain_heads);
+        work.kv_tile = chain.kv_tile;
+        work.steps = policy().visits(chain.kv_tile) * args.heads_per_part;
+        int const kv_head = chain.head / args.parts;
+        work.part = chain.head - kv_head * args.parts;
+        work.batch = kv_head / args.heads_k;
+        work.kv_head = kv_head - work.batch * args.heads_k;
+        work.first_q_head = (work.kv_head * args.parts + work.part) * args.heads_per_part;
+        prefetch_key_value(work);
+        shared.chain_full[place.slot].arrive();
+        return true;
+    }
+
+    // The next visits in one head, [visit, end). The first one of a chain stands alone: K and V come behind it.
+    __device__ int begin_run(Work const& work) {
+        LoaderNotes& notes = shared.loader_notes;
+        int const done = work.steps - notes.left;
+        schedule::HeadRun const run = schedule::head_run(policy().heads(work.kv_tile, args.heads_per_part),
+                                                         args.heads_per_part, policy().visits(work.kv_tile), done);
+        notes.end = done == 0 ? 1 : run.end;
+        notes.left -= notes.end - run.visit;
+        notes.kv_tile_and_way = 2 * work.kv_tile + work.first_q_head % policy().ways();
+        notes.q_head = work.first_q_head + run.head;
+        notes.batch = work.batch;
+        if (run.visit == 0) wait_for_statistics(work, notes.q_head);
+        return run.visit;
+    }
+
+    // Returns whether there are more visits in the run.
+    __device__ bool load(int visit, uint32_t step) {
+        int4 const words = ptx::load_shared<int4>(cute::cast_smem_ptr_to_uint(&shared.loader_notes));
+        int const kv_tile = words.x >> 1, way = words.x & 1, q_head = words.y, batch = words.z;
+        int const q_tile = policy().visit(kv_tile, visit, way);
+        int const rank = args.ordered ? policy().rank(kv_tile, q_tile, way) : -1;
+        // All chains are fewer than 2^30, and so the query tiles than 2^31.
+        uint32_t const sum = (batch * args.heads_q + q_head) * args.q_tiles + q_tile;
+        // dO first: its buffer is free earlier.
+        load_dout(batch, q_head, q_tile, step);
+        load_query(batch, kv_tile, q_head, {sum, q_tile, rank, policy().grid.contributors(q_tile)}, step);
+        return visit + 1 < words.w;
+    }
+
     // Waits until a slot is free, then claims. The next chain may be claimed while the running one is in
     // flight, unless both could be of one cycle and wait for each other (see schedule/policy.h).
     __device__ int next_claim(uint32_t chain_count) {
@@ -75,7 +108,7 @@ struct Loader {
         if (chain_count > 0) {
             typename Config::ChainPlace const previous(chain_count - 1);
             int const running = shared.work[previous.slot].claim;
-            int const cycle_end = policy.cycle_end(running, args.chain_heads);
+            int const cycle_end = policy().cycle_end(running, args.chain_heads);
             bool const one_cycle = cycle_end > running + 1 && int(ptx::load_relaxed(args.claims)) < cycle_end;
             if (Policy::kWaitsInLine || one_cycle) shared.chain_empty[previous.slot].wait(previous.parity);
         }
@@ -88,7 +121,6 @@ struct Loader {
         wait_for_turn(args, args.statistics_done + work.batch * args.heads_q + q_head, turn,
                       [&] { return StuckReport{StuckReport::row_statistics, work.batch, q_head, 0, work.kv_tile}; });
         ptx::fence_proxy_async_global();  // they come by a bulk copy
-        ++shared.heads_ready;
     }
 
     __device__ void load_key_value(Work const& work, uint32_t chain_count) {
@@ -125,16 +157,17 @@ struct Loader {
                                                        work.kv_tile * Config::kKvRows, work.kv_head, work.batch);
     }
 
-    __device__ void load_query(Work const& work, StepSlot const& slot, uint32_t step) {
+    __device__ void load_query(int batch, int kv_tile, int q_head, StepSlot const& slot, uint32_t step) {
         typename Config::QPlace const place(step);
-        shared.q_empty[place.slot].wait(place.parity ^ 1);
-        shared.q_tile[place.slot] = {slot.q_tile, policy.grid.needs_mask(work.kv_tile, slot.q_tile)};
+        bool const masked = policy().grid.needs_mask(kv_tile, slot.q_tile);
         shared.step[step % Config::kStepSlots] = slot;
+        shared.q_empty[place.slot].wait(place.parity ^ 1);
+        shared.q_tile[place.slot] = {slot.q_tile, masked};
         TransferBarrier& full = shared.q_full[place.slot];
         full.arrive_and_expect_tx(sizeof(shared.q[0]) + sizeof(shared.statistics[0]));
-        load_tile<Config::kQRows>(args.q, full, shared.q[place.slot], slot.q_tile, slot.q_head, work.batch);
-        load_box(args.statistics, full, shared.statistics[place.slot], 0, slot.q_tile * (Config::kQRows / 2),
-                 slot.q_head, work.batch);
+        load_tile<Config::kQRows>(args.q, full, shared.q[place.slot], slot.q_tile, q_head, batch);
+        load_box(args.statistics, full, shared.statistics[place.slot], 0, slot.q_tile * (Config::kQRows / 2), q_head,
+                 batch);
     }
 
     __device__ void load_dout(int batch, int q_head, int q_tile, uint32_t step) {

@@ -27,8 +27,9 @@ struct Writer {
         // How often buffers were used, but for the uses by parts, which are a multiple of the buffers' period.
         uint32_t use = 0;
         while (begin_chain(use)) {
+            uint32_t const end = notes().end;
 #pragma unroll 1
-            for (; use < notes().end; ++use)
+            for (; use < end; ++use)
                 if (is_mine(use)) write_tile(use);
             if (args.parts > 1)
 #pragma unroll 1
@@ -65,7 +66,8 @@ struct Writer {
     __device__ void write_tile(uint32_t use) {
         shared.dq_full[writer()].wait(typename Config::DqPlace(use).parity);
         if (lane() == 0) {
-            StepSlot const& slot = shared.step[use % Config::kStepSlots];
+            StepSlot const slot =
+                ptx::load_shared<StepSlot>(cute::cast_smem_ptr_to_uint(&shared.step[use % Config::kStepSlots]));
             shared.complete[writer()].rows = 0;
             if (contribute(slot, shared.dq[writer()])) leave_total(slot);
         }
@@ -78,18 +80,16 @@ struct Writer {
     __device__ bool contribute(StepSlot const& slot, float* staged) {
         if (slot.contributors == 1) return true;
         constexpr uint32_t kBytes = Config::kDqTileFloats * sizeof(float);
-        // All chains are fewer than 2^30, and so the query tiles than 2^31.
-        uint32_t const tile = (work().batch * args.heads_q + slot.q_head) * args.q_tiles + slot.q_tile;
-        uint32_t* const ticket = args.dq_tickets + tile;
+        uint32_t* const ticket = args.dq_tickets + slot.sum;
 
         int const rank = slot.rank;
         if (rank > 0) {
             wait_for_turn(args, ticket, rank, [&] {
-                return StuckReport{StuckReport::query_tile, work().batch, slot.q_head, slot.q_tile, work().kv_tile};
+                return StuckReport{StuckReport::query_tile, work().batch, q_head(slot), slot.q_tile, work().kv_tile};
             });
             ptx::fence_proxy_async_global();
         }
-        float* const sum = args.dq_sum + int64_t(tile) * Config::kDqTileFloats;
+        float* const sum = args.dq_sum + int64_t(slot.sum) * Config::kDqTileFloats;
         add(staged, sum, kBytes, rank == 0);
 
         bool last = rank + 1 == slot.contributors;
@@ -152,12 +152,14 @@ struct Writer {
         shared.dq_empty[writer()].arrive();
     }
 
+    __device__ int q_head(StepSlot const& slot) { return int(slot.sum / args.q_tiles) - work().batch * args.heads_q; }
+
     // Tells the math warps, who convert and write the tile when they come back to the buffer.
     __device__ void leave_total(StepSlot const& slot) {
         CompleteTile<Element>& tile = shared.complete[writer()];
         int const first_row = slot.q_tile * Config::kQRows;
         tile.dq = static_cast<Element*>(args.dq.data) + work().batch * args.dq.batch_stride +
-                  slot.q_head * args.dq.head_stride + first_row * args.dq.row_stride;
+                  q_head(slot) * args.dq.head_stride + first_row * args.dq.row_stride;
         tile.rows = args.grid.seqlen_q - first_row;
     }
 };

@@ -22,13 +22,15 @@ struct Chains {
     std::vector<int> head;       // by claim: which head, counted in chains
     std::vector<int> kv_tile;    // by claim
     std::vector<int> cycle_end;  // by claim: the first claim after the chains that may wait for it
-    std::vector<int> visit;      // (kv_tiles, q_tiles): the query tile of each step, -1 after the last
-    std::vector<int> rank;       // (kv_tiles, q_tiles): -1 where the two do not meet
+    std::vector<int> way;        // by head: which of the tables below it goes by
+    std::vector<int> visit;      // (ways, kv_tiles, q_tiles): the query tile of each step, -1 after the last
+    std::vector<int> rank;       // (ways, kv_tiles, q_tiles): -1 where the two do not meet
 
     int claims() const { return int(head.size()); }
-    int visits(int kv) const {
-        auto const row = visit.begin() + int64_t(kv) * q_tiles;
-        return int(std::find(row, row + q_tiles, -1) - row);
+    int64_t row(int way, int kv) const { return (int64_t(way) * kv_tiles + kv) * q_tiles; }
+    int visits(int way, int kv) const {
+        auto const begin = visit.begin() + row(way, kv);
+        return int(std::find(begin, begin + q_tiles, -1) - begin);
     }
 };
 
@@ -115,14 +117,16 @@ class Simulator {
     void number_tasks() {
         int tasks = 0;
         for (int claim = 0; claim < chains.claims(); ++claim) {
-            int const kv = chains.kv_tile[claim], visits = chains.visits(kv);
+            int const kv = chains.kv_tile[claim], way = chains.way[chains.head[claim]];
+            int const visits = chains.visits(way, kv);
             first_task.push_back(tasks);
             open_tasks.push_back(visits * chains.group);
-            schedule::HeadWalk walk({chains.together, chains.split[kv]}, chains.group, visits);
-            for (int i = 0; i < visits * chains.group; ++i, ++tasks, walk.next()) {
+            for (int i = 0; i < visits * chains.group; ++i, ++tasks) {
+                schedule::HeadRun const stop =
+                    schedule::head_run({chains.together, chains.split[kv]}, chains.group, visits, i);
                 line.claim.push_back(claim);
-                line.q_head.push_back(chains.head[claim] * chains.group + walk.head);
-                line.q_tile.push_back(chains.visit[int64_t(kv) * chains.q_tiles + walk.visit]);
+                line.q_head.push_back(chains.head[claim] * chains.group + stop.head);
+                line.q_tile.push_back(chains.visit[chains.row(way, kv) + stop.visit]);
             }
         }
         first_task.push_back(tasks);
@@ -136,7 +140,8 @@ class Simulator {
 
     int64_t sum_of(int task) const { return int64_t(line.q_head[task]) * chains.q_tiles + line.q_tile[task]; }
     int rank_of(int task) const {
-        return chains.rank[int64_t(chains.kv_tile[line.claim[task]]) * chains.q_tiles + line.q_tile[task]];
+        int const claim = line.claim[task];
+        return chains.rank[chains.row(chains.way[chains.head[claim]], chains.kv_tile[claim]) + line.q_tile[task]];
     }
 
     void order_reductions() {

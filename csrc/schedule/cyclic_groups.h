@@ -17,8 +17,8 @@ constexpr int kChainsThatFillAChip = 128;
 // tiles that start at `origin`. Groups follow each other in every query tile's order. A group has no more
 // members than there are query tiles: two at one query tile would wait for each other.
 //
-//   span 8, one group of 4: member a starts at a * span / 4, so neighbours are two tiles apart and a
-//   signal has two steps to cross the chip.
+//   span 8, one group of 4: member a starts at 2 a. Neighbours are two tiles apart, and a signal has two steps to
+//   cross the chip.
 //
 //   step      0   1   2   3   4   5   6   7
 //   a = 0    q0  q1  q2  q3  q4  q5  q6  q7
@@ -30,20 +30,24 @@ struct CyclicGroups {
     int origin;
     int span;
     int group_size;
+    int log_apart;  // neighbours start 1, 2 or 4 tiles apart: farther, the L2 cache would not hold what is in between
 
     DASH_HD CyclicGroups(int members_, int origin_, int span_) : members(members_), origin(origin_), span(span_) {
         int const groups = max_of(1, ceil_div(members, max_of(1, min_of(kMaxCyclicGroup, span))));
         group_size = max_of(1, ceil_div(members, groups));
+        log_apart = 4 * group_size <= span ? 2 : 2 * group_size <= span ? 1 : 0;
     }
 
-    DASH_HD int group_begin(int member) const { return member / group_size * group_size; }
+    // Asked for at every step, where groups are fewer than a division takes instructions.
+    DASH_HD int group_begin(int member) const {
+        int begin = 0;
+        while (begin + group_size <= member) begin += group_size;
+        return begin;
+    }
     DASH_HD int size_at(int begin) const { return min_of(group_size, members - begin); }
 
     // The query tile where a member's cycle starts.
-    DASH_HD int start(int member) const {
-        int const begin = group_begin(member);
-        return origin + int(unsigned(member - begin) * unsigned(span) / unsigned(size_at(begin)));
-    }
+    DASH_HD int start(int member) const { return origin + ((member - group_begin(member)) << log_apart); }
 
     // The place of `member` in the order of `q_tile`, of which only the members [0, visible) take part.
     DASH_HD int rank(int member, int q_tile, int visible) const {
@@ -51,9 +55,7 @@ struct CyclicGroups {
         int const size = size_at(begin);
         int const place = member - begin;
         int const top = min_of(visible - begin, size) - 1;
-        // The last place whose start is at or below q_tile: start(p) <= q  <=>  p * span < (q + 1) * size.
-        int const closest = int((unsigned(q_tile - origin + 1) * unsigned(size) - 1) / unsigned(span));
-        int const head = min_of(closest, top);
+        int const head = min_of((q_tile - origin) >> log_apart, top);  // the last place that starts at or below q_tile
         return begin + (place <= head ? head - place : head + 1 + top - place);
     }
 

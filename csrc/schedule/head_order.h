@@ -16,38 +16,24 @@ struct HeadOrder {
     int split;  // the visits before it are walked in all heads, and then the others: two stretches
 };
 
-// A chain's way through its visits in that sequence: where it is, and on to the next stop.
-struct HeadWalk {
-    int group, visits;
-    HeadOrder order;
-    int begin, end;  // of the stretch of visits
-    int first_head;  // of those that are walked together
-    int head, visit;
-
-    HeadWalk() = default;
-    DASH_HD HeadWalk(HeadOrder order_, int group_, int visits_)
-        : group(group_),
-          visits(visits_),
-          order(order_),
-          begin(0),
-          end(order_.split > 0 ? order_.split : visits_),
-          first_head(0),
-          head(0),
-          visit(0) {}
-
-    DASH_HD void next() {
-        if (++head < min_of(first_head + order.together, group)) return;
-        head = first_head;
-        if (++visit < end) return;
-        visit = begin;
-        first_head += order.together;
-        if (first_head >= group) {
-            first_head = 0;
-            begin = visit = end;
-            end = visits;
-        }
-        head = first_head;
-    }
+// Visits of a chain in one head, [visit, end), that follow each other in that sequence.
+struct HeadRun {
+    int head, visit, end;
 };
+
+// From a step of the chain on.
+DASH_HD HeadRun head_run(HeadOrder order, int group, int visits, int step) {
+    int begin = 0, end = order.split > 0 ? order.split : visits;
+    if (step >= end * group) {
+        step -= end * group;
+        begin = end;
+        end = visits;
+    }
+    int const first_head = step / (order.together * (end - begin)) * order.together;
+    int const heads = min_of(order.together, group - first_head);
+    step -= first_head * (end - begin);
+    int const visit = begin + step / heads;
+    return {first_head + step % heads, visit, heads == 1 ? end : visit + 1};
+}
 
 }  // namespace dash::schedule

@@ -3,8 +3,9 @@
 // A policy is a struct made from a TileGrid. All members are pure functions of integers:
 //
 //   visits(kv_tile)            how many query tiles the chain of a KV tile visits in one head
-//   visit(kv_tile, step)       which query tile it visits at a step
-//   rank(kv_tile, q_tile)      the place of its contribution in the query tile's sum
+//   ways()                     1, or 2 where the heads of a pair go different ways: head h goes way h % ways()
+//   visit(kv_tile, step, way)  which query tile it visits at a step
+//   rank(kv_tile, q_tile, way) the place of its contribution in the query tile's sum
 //   heads(kv_tile, group)      the sequence in which the chain walks the query heads of a group (GQA)
 //   chain(claim, heads)        the order in which chains are issued
 //   cycle_end(claim, heads)    chains of one cycle wait for each other: the first claim after the cycle

@@ -2,6 +2,7 @@
 
 #include "cyclic_groups.h"
 #include "head_order.h"
+#include "opposite_heads.h"
 
 namespace dash::schedule {
 
@@ -20,6 +21,16 @@ namespace dash::schedule {
 // KV tiles are cut into bands, each of half of what is left, and a band of all heads of a block is issued before
 // the next: the longer chains first, and ever shorter ones even out what they leave over.
 //
+// If heads come in pairs, an even head may climb and an odd one descend. It is better where a KV tile has as many keys
+// as a query tile has queries, since neighbours that climb are then one query tile apart, which is less than a turn
+// takes; and where there are few KV tiles, since bands of them are short:
+//
+//   step  0   1   2   3   4
+//   SM 0  q3 |q3  q2  q1  q0   KV 3 of the even head, KV 0 of the odd one
+//   SM 1  q2  q3 |q3  q2  q1   KV 2 | KV 1       The even head as above; in the odd head the lowest KV tile is
+//   SM 2  q1  q2  q3 |q3  q2   KV 1 | KV 2       ahead. At every step all chains of a head are at different query
+//   SM 3  q0  q1  q2  q3 |q3   KV 0 | KV 3       tiles, whole heads long, and all SMs end together.
+//
 // Under other causal masks a chain keeps the cycle's order and leaves out what it does not see; that is
 // valid but not free of stalls.
 //
@@ -28,23 +39,34 @@ namespace dash::schedule {
 struct Shift {
     static constexpr char const* kName = "shift";
     static constexpr bool kWaitsInLine = false;
+    static constexpr int kFewKvTiles = 8;
     TileGrid grid;
     CyclicGroups cycle;
     bool climbs;
+    bool opposite;  // in odd heads chains descend
+    OppositeHeads pairs;
 
     DASH_HD explicit Shift(TileGrid const& g)
-        : grid(g), cycle(g.kv_tiles(), 0, g.q_tiles()), climbs(g.causal && g.offset() == 0 && g.q_rows <= g.kv_rows) {}
+        : grid(g),
+          cycle(g.kv_tiles(), 0, g.q_tiles()),
+          climbs(g.causal && g.offset() == 0 && g.q_rows <= g.kv_rows),
+          opposite(climbs && g.paired && (g.q_rows == g.kv_rows || g.kv_tiles() <= kFewKvTiles)),
+          pairs(g.kv_tiles(), g.q_rows == g.kv_rows ? 2 : 1) {}
+
+    DASH_HD int ways() const { return opposite ? 2 : 1; }
 
     DASH_HD int visits(int kv_tile) const { return grid.q_tiles() - grid.first_query(kv_tile); }
 
-    DASH_HD int visit(int kv_tile, int step) const {
+    DASH_HD int visit(int kv_tile, int step, int way) const {
         int const first = grid.first_query(kv_tile);
+        if (way == 1) return grid.q_tiles() - 1 - step;
         if (climbs) return first + step;
         int const q_tile = max_of(first, cycle.start(kv_tile)) + step;
         return q_tile < grid.q_tiles() ? q_tile : q_tile - grid.q_tiles() + first;
     }
 
-    DASH_HD int rank(int kv_tile, int q_tile) const {
+    DASH_HD int rank(int kv_tile, int q_tile, int way) const {
+        if (way == 1) return kv_tile;
         int const visible = grid.contributors(q_tile);
         if (!climbs) return cycle.rank(kv_tile, q_tile, visible);
         int const begin = band_begin(kv_tile);
@@ -58,6 +80,7 @@ struct Shift {
     }
 
     DASH_HD Chain chain(int claim, int heads) const {
+        if (opposite) return pairs.chain(claim, heads);
         HeadBlock const block(claim, heads, heads_per_block(heads, chains_at_first()), grid.kv_tiles());
         if (climbs) {
             int const begin = band_begin(block.claim / block.heads);
@@ -82,6 +105,7 @@ struct Shift {
   private:
     // A band's end, and the begin of the one that a KV tile is in.
     DASH_HD int band_end(int begin) const {
+        if (opposite) return grid.kv_tiles();
         return begin + min_of(kMaxCyclicGroup, ceil_div(grid.kv_tiles() - begin, 2));
     }
     DASH_HD int band_begin(int kv_tile) const {

@@ -38,16 +38,17 @@ struct SymmetricShift {
                                         : g.q_tiles()),
           cycle(lower, corner, g.q_tiles() - corner) {}
 
+    DASH_HD int ways() const { return 1; }
     DASH_HD int visits(int kv_tile) const { return grid.q_tiles() - grid.first_query(kv_tile); }
 
-    DASH_HD int visit(int kv_tile, int step) const {
+    DASH_HD int visit(int kv_tile, int step, int /*way*/) const {
         if (kv_tile >= lower) return grid.q_tiles() - 1 - step;
         if (step >= cycle.span) return grid.first_query(kv_tile) + step - cycle.span;
         int const q_tile = cycle.start(kv_tile) + step;
         return q_tile < grid.q_tiles() ? q_tile : q_tile - cycle.span;
     }
 
-    DASH_HD int rank(int kv_tile, int q_tile) const {
+    DASH_HD int rank(int kv_tile, int q_tile, int /*way*/) const {
         if (kv_tile >= lower) return kv_tile;
         if (q_tile >= corner) return cycle.rank(kv_tile, q_tile, lower);
         int const begin = cycle.group_begin(kv_tile);

@@ -24,6 +24,7 @@ struct TileGrid {
     int q_rows = 1;   // queries a tile
     int kv_rows = 1;  // keys a tile
     bool causal = false;
+    bool paired = false;  // heads_in_pairs: the schedule may let the heads of a pair go different ways
 
     DASH_HD int q_tiles() const { return ceil_div(seqlen_q, q_rows); }
     DASH_HD int kv_tiles() const { return ceil_div(seqlen_k, kv_rows); }
@@ -50,6 +51,9 @@ struct TileGrid {
         return end_key > seqlen_k || (causal && end_key - 1 > q_tile * q_rows + offset());
     }
 };
+
+// Heads come in pairs: an even number of them a batch entry, each with its own K and V.
+DASH_HD bool heads_in_pairs(int heads_q, int heads_k) { return heads_q == heads_k && heads_q % 2 == 0; }
 
 // One claim of work: a KV tile of a head, to be walked over its query tiles without interruption.
 struct Chain {

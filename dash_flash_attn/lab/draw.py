@@ -99,7 +99,7 @@ def rank_maps(runs: Sequence[Simulation], title: str = "") -> Figure:
     figure = Figure(figsize=(side * len(runs) + 1.0, 2 * side + 1.2), layout="constrained", dpi=110)
     all_axes = figure.subplots(2, len(runs), squeeze=False, sharex=True, sharey=True)
     upper = [_arrivals(run) for run in runs]
-    lower = [run.plan.rank_table for run in runs]
+    lower = [run.plan.rank_table[0] for run in runs]
     for axes_row, tables, what in (
         (all_axes[0], upper, "step of arrival, if nobody waited"),
         (all_axes[1], lower, "rank in the sum"),
@@ -304,7 +304,7 @@ def _mark_waits(axes: Axes, run: Simulation) -> None:
 def _first_head(run: Simulation, values: NDArray) -> NDArray[np.int32]:
     e = run.events
     mine = e.q_head == 0
-    table = np.full(run.plan.rank_table.shape, -1, np.int32)
+    table = np.full(run.plan.rank_table.shape[1:], -1, np.int32)
     table[run.plan.chain_table[e.claim[mine], 1], e.q_tile[mine]] = values[mine]
     return table
 

@@ -188,8 +188,8 @@ def lower_bound(
     # In the pipelined model only the last reduction of all is sure to be seen.
     per_task = costs.compute + (costs.reduce if model == "paper" else 0.0)
     tail = 0.0 if model == "paper" else costs.reduce
-    visits = (plan.visit_table >= 0).sum(1) * plan.group
-    chains = np.sort(np.repeat(visits[visits > 0], plan.num_heads) * per_task + costs.chain)[::-1]
+    visits = ((plan.visit_table >= 0).sum(2) * plan.group)[plan.way].ravel()
+    chains = np.sort(visits[visits > 0] * per_task + costs.chain)[::-1]
     if len(chains) == 0:
         return 0.0
     # Of the k * num_sms + 1 longest chains, some SM runs k + 1, none shorter than the shortest of them.
