@@ -352,10 +352,11 @@ def test_closed_forms_of_descending_and_symmetric_shift(n, m):
     best = m * (n + 1) * TASK / 2
     assert run("descending").makespan == best + (n - 1) * R
     assert run("descending").lower_bound == best
-    if n % 2 == 0:
-        symmetric = run("symmetric_shift", heads_per_block=2)
-        assert symmetric.makespan == best == symmetric.lower_bound
-        assert symmetric.stalled.sum() == 0
+    # Ours, where the heads of a pair go opposite ways, is no worse for an odd n.
+    for name in ("shift", "symmetric_shift")[: 2 - n % 2]:
+        found = run(name, heads_per_block=2)
+        assert found.makespan == best == found.lower_bound
+        assert found.stalled.sum() == 0
 
 
 class EventDag:
@@ -871,7 +872,4 @@ def test_auto_is_near_the_best_measured_schedule():
     measured = calibrate.Calibration({}, sms, 0.0, tuple(timings), np.ones(len(timings)))
     choices = measured.choices(calibrate.auto)
     assert len(choices) == 24
-    losses = {choice.shape: choice.loss for choice in choices}
-    # descending is ahead there with 32 sequences; in a single one its chains would wait for each other.
-    assert losses.pop(calibrate.Shape(128, True, 512, 32, 16, 16)) < 0.04
-    assert max(losses.values()) < 0.03
+    assert max(choice.loss for choice in choices) < 0.03

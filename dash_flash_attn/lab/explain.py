@@ -14,8 +14,8 @@ H200_SMS = 132
 # benchmarks/results/backward.json; the fit is benchmarks/results/calibration.json. What it says well is
 # compute, chain and the hop reduce + signal; how the hop splits into its two parts it hardly says.
 H200_COSTS = {
-    64: Costs(compute=2.433, reduce=0.459, signal=1.750, chain=4.48),
-    128: Costs(compute=2.271, reduce=0.047, signal=1.501, chain=8.71),
+    64: Costs(compute=2.373, reduce=0.729, signal=1.469, chain=4.33),
+    128: Costs(compute=2.145, reduce=0.024, signal=1.934, chain=8.39),
 }
 
 
