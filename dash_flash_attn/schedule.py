@@ -61,7 +61,8 @@ class Schedule:
         head_dim: decides the tiles, as in the kernels.
         causal: query r sees key c if c <= r + seqlen_k - seqlen_q.
         paired_heads: heads come in pairs, an even number of them a batch entry, each with its own K and V.
-            At head dimension 64 they go different ways in the causal shift.
+            In the causal shift on a square they go different ways at head dimension 64, and at 128 up to 8
+            KV tiles.
 
     Raises ValueError for an unknown name or a size that is not positive.
     """

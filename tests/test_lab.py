@@ -574,6 +574,24 @@ def test_explain_says_what_auto_takes():
     assert f"* {chosen.schedule}" in text and f"{chosen.time:.0f} us" in text
 
 
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        ((1, 1024, 1024, 4, 4, 128, False), "no two chains of a cycle meet"),
+        ((1, 2048, 2048, 4, 4, 128, True), "all chains climb"),
+        ((1, 2048, 2048, 4, 4, 64, True), "go opposite ways"),
+        ((1, 1024, 1024, 4, 4, 128, True), "go opposite ways"),
+        ((1, 2048, 2048, 4, 2, 64, True), "all chains climb"),
+        ((1, 2048, 2048, 3, 3, 64, True), "long and short chains share"),
+        ((1, 17000, 16900, 1, 1, 128, True), "above 128 KV tiles"),
+        ((1, 16384, 16384, 32, 8, 128, True), "chains in line"),
+    ],
+)
+def test_explain_says_why(call, why):
+    *shape, causal = call
+    assert why in explain(*shape, causal=causal).reason
+
+
 def test_explain_refuses_what_the_call_would():
     e = explain(1, 16384, 16384, 8, 8, 128, causal=False, schedule="Shift", num_sms=60)
     shift = e.forecasts[SCHEDULES.index("shift")]

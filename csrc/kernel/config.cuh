@@ -88,7 +88,7 @@ struct Config {
     using DqPlace = RingPlace<kDqStages>;
     using RowsPlace = RingPlace<kRowStages>;
     using ChainPlace = RingPlace<kChainSlots>;
-    static constexpr int kStepSlots = 16;  // the loader is at most seven steps ahead of the slowest writer
+    static constexpr int kStepSlots = 16;  // the loader is at most four steps ahead of what a writer still has to read
 
     static constexpr int kMathWarpgroups = 2;
     static constexpr int kMathThreads = kMathWarpgroups * 128;

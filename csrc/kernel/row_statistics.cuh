@@ -6,7 +6,7 @@
 
 namespace dash {
 
-// Role: a warp that works out the row statistics of query tiles, in the order in which the chains will come to
+// Role: a warp that works out the row statistics of query tiles, about in the order in which the chains will come to
 // them, whoever they belong to. A kernel of its own would read O and dO at the speed of the memory while the tensor
 // cores do nothing; here both have work. It never waits for another role, so all who wait for statistics get them.
 //

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..ops import auto_schedule
-from ..schedule import SCHEDULES, plan_call, schedule_name, waits_in_line
+from ..schedule import SCHEDULES, Plan, plan_call, schedule_name, waits_in_line
 from .simulate import Costs, simulate
 
 H200_SMS = 132
@@ -106,19 +106,25 @@ def explain(
 
     mask = "causal" if causal else "full"
     call = f"batch {batch}, {seqlen_q} x {seqlen_k}, {heads_q}/{heads_k} heads, d {head_dim}, {mask}"
-    rule = f"The call asks for {asked}." if asked != "auto" else _rule(chosen, causal, seqlen_q == seqlen_k)
+    rule = f"The call asks for {asked}."
+    if asked == "auto":
+        one = plan_call(chosen, 1, seqlen_q, seqlen_k, heads_q, heads_k, head_dim, causal)
+        rule = _rule(one, causal, seqlen_q == seqlen_k)
     comparison = _comparison(next(f for f in forecasts if f.schedule == chosen), forecasts, num_sms)
     return Explanation(call, chosen, f"{rule} {comparison}", bound, tuple(forecasts))
 
 
-def _rule(schedule: str, causal: bool, square: bool) -> str:
+def _rule(plan: Plan, causal: bool, square: bool) -> str:
     """Why "auto" is this schedule."""
+    schedule = plan.name
     if schedule == "descending":
         return '"auto" is descending for sequences this long: chains in line share what is in the L2 cache.'
     if not causal:
         return f'Without a mask "auto" is {schedule}: no two chains of a cycle meet.'
     if schedule == "symmetric_shift":
         why = "long and short chains share a CTA"
+    elif len(plan.visit_table) == 2:
+        why = "the heads of a pair go opposite ways, and a long chain follows a short one"
     elif square:
         why = "all chains climb from the diagonal, and a late start holds nobody up"
     else:
