@@ -362,15 +362,14 @@ def plan_call(
 
 def _write_out(policy: _native.Policy, num_heads: int, group: int, heads_per_block: int | None) -> Plan:
     kv_tiles, ways = policy.grid.kv_tiles(), policy.ways
-    way = np.arange(num_heads, dtype=np.int32) % ways
     if heads_per_block is None:
         chain_table = policy.chain_table(num_heads)
     else:
-        chain_table = _in_blocks(policy, way, heads_per_block)
+        chain_table = _in_blocks(policy, num_heads, heads_per_block)
     cycle = np.empty(kv_tiles, np.int32)
     cycle[policy.chain_table(1)[:, 1]] = [policy.cycle_end(claim, 1) for claim in range(kv_tiles)]
     return Plan(
-        policy.name, policy.grid, group, chain_table, way,
+        policy.name, policy.grid, group, chain_table, np.arange(num_heads, dtype=np.int32) % ways,
         np.stack([policy.visit_table(w) for w in range(ways)]),
         np.stack([policy.rank_table(w) for w in range(ways)]),
         np.unique(cycle, return_inverse=True)[1].astype(np.int32), policy.heads_together(group),
@@ -378,33 +377,25 @@ def _write_out(policy: _native.Policy, num_heads: int, group: int, heads_per_blo
     )  # fmt: skip
 
 
-def _in_blocks(policy: _native.Policy, way: NDArray[np.int32], heads_per_block: int) -> NDArray[np.int32]:
+def _in_blocks(policy: _native.Policy, num_heads: int, heads_per_block: int) -> NDArray[np.int32]:
     if heads_per_block < 1:
         raise ValueError(f"heads_per_block is {heads_per_block}, not positive")
-    blocks = np.split(np.arange(len(way)), range(heads_per_block, len(way), heads_per_block))
+    # What is issued of one head before the next one's turn, as seen in a block of two heads. Or chain by
+    # chain, where heads are issued one after the other, or go different ways.
     two = policy.chain_table(2)
-    if policy.ways == 2:  # the heads that go one way, chain by chain, and then those that go the other
-        return np.array(
-            [
-                (head, kv_tile)
-                for block in blocks
-                for one in range(2)
-                for kv_tile in two[two[:, 0] == one, 1]
-                for head in block[way[block] == one]
-            ],
-            np.int32,
-        )
-    if policy.waits_in_line:  # issued head by head, of which blocks are made chain by chain
-        stretches = np.split(policy.chain_table(1)[:, 1], policy.grid.kv_tiles())
-    else:  # what is issued of one head before the next one's turn: seen in a block of two heads
-        changes = np.flatnonzero(np.diff(two[:, 0])) + 1
-        stretches = [run[:, 1] for run in np.split(two, changes) if run[0, 0] == 0]
+    if policy.waits_in_line or policy.ways == 2:
+        ends = np.arange(1, len(two))
+    else:
+        ends = np.flatnonzero(np.diff(two[:, 0])) + 1
+    stretches = [(run[0, 0], run[:, 1]) for run in np.split(two, ends) if run[0, 0] < policy.ways]
+    heads = range(num_heads)
     return np.array(
         [
             (head, kv_tile)
-            for block in blocks
-            for stretch in stretches
-            for head in block
+            for first in heads[::heads_per_block]
+            for way, stretch in stretches
+            for head in heads[first : first + heads_per_block]
+            if head % policy.ways == way
             for kv_tile in stretch
         ],
         np.int32,

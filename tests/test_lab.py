@@ -536,8 +536,7 @@ def test_auto_is_near_the_bound_on_the_papers_shapes():
         for causal, least in ((False, 0.99), (True, 0.97)):
             name = auto_schedule(seqlen, seqlen, 16, 16, 128, causal)
             p = plan_call(name, 16384 // seqlen, seqlen, seqlen, 16, 16, 128, causal)
-            # The start of a line is the price for what the model does not have, an L2 cache.
-            assert efficiency(p) > (0.985 if name == "descending" else least)
+            assert efficiency(p) > least
         p = plan_call("symmetric_shift", 16384 // seqlen, seqlen, seqlen, 16, 16, 128, True)
         assert efficiency(p) > 0.97
 
@@ -883,9 +882,14 @@ def test_the_committed_calibration_is_what_explain_uses():
             assert us == pytest.approx(row["predicted_ms"] * 1e3, rel=0.01)
 
 
-def test_auto_is_near_the_best_measured_schedule():
+def test_auto_is_within_three_percent_of_the_best_measured_schedule():
     timings, sms, _ = calibrate.read_record(RESULTS / "backward.json")
     # Without a mask shift and symmetric_shift are one order, measured twice.
+    for shape in {t.shape for t in timings if not t.shape.causal}:
+        sizes = (shape.batch, shape.seqlen, shape.seqlen, shape.heads, shape.kv_heads, shape.head_dim)
+        one, other = (plan_call(name, *sizes) for name in ("shift", "symmetric_shift"))
+        for table in ("chain_table", "visit_table", "rank_table"):
+            np.testing.assert_array_equal(getattr(one, table), getattr(other, table))
     timings = [t for t in timings if t.shape.causal or t.schedule != "symmetric_shift"]
     measured = calibrate.Calibration({}, sms, 0.0, tuple(timings), np.ones(len(timings)))
     choices = measured.choices(calibrate.auto)

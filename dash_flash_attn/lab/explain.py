@@ -90,9 +90,12 @@ def explain(
             raise ValueError(f"head_dim is {head_dim}, and costs are known for {sorted(H200_COSTS)}")
         costs = H200_COSTS[head_dim]
 
+    plans = {
+        name: plan_call(name, batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim, causal)
+        for name in SCHEDULES
+    }
     forecasts = []
-    for name in SCHEDULES:
-        plan = plan_call(name, batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim, causal)
+    for name, plan in plans.items():
         if plan.num_ctas_needed > num_sms:
             forecasts.append(Forecast(name, plan.num_ctas_needed, None, None, None))
             continue
@@ -108,8 +111,7 @@ def explain(
     call = f"batch {batch}, {seqlen_q} x {seqlen_k}, {heads_q}/{heads_k} heads, d {head_dim}, {mask}"
     rule = f"The call asks for {asked}."
     if asked == "auto":
-        one = plan_call(chosen, 1, seqlen_q, seqlen_k, heads_q, heads_k, head_dim, causal)
-        rule = _rule(one, causal, seqlen_q == seqlen_k)
+        rule = _rule(plans[chosen], causal, seqlen_q == seqlen_k)
     comparison = _comparison(next(f for f in forecasts if f.schedule == chosen), forecasts, num_sms)
     return Explanation(call, chosen, f"{rule} {comparison}", bound, tuple(forecasts))
 
