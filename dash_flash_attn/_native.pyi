@@ -1,5 +1,6 @@
 """What csrc/bindings offers: the schedules, a simulator, the workspace's size, and calls into the kernels."""
 
+from collections.abc import Sequence
 from typing import ClassVar, TypeAlias, TypedDict
 
 import numpy as np
@@ -77,13 +78,17 @@ class _Policy:
         """(KV tiles): the visits before it are walked in all query heads of a group, and then the others."""
     def heads_together(self, group: int) -> int:
         """In how many of the `group` heads a query tile is visited before the next tile."""
+    @property
+    def turns(self) -> bool:
+        """Whether a chain walks every other head of a group back, from its last visit to its first."""
     def completes(
-        self, heads: int, ctas: int, claim_ahead: bool = True, group: int = 1, parts: int = 1
+        self, heads: int, ctas: int, claim_ahead: bool = True, parts: Sequence[int] = (1,)
     ) -> bool:
         """Whether `ctas` CTAs run all chains to the end, claiming as the kernel does. False: a deadlock.
 
-        With claim_ahead a CTA claims its next chain while one runs, where the policy allows it. A chain walks
-        `group` query heads; `parts` neighbouring heads belong to one KV head, and end their chains in turn.
+        With claim_ahead a CTA claims its next chain while one runs, where the policy allows it. As many
+        neighbouring heads as there are `parts` belong to one KV head, and end their chains in turn; each walks
+        as many query heads as its part says.
         """
 
 def heads_in_pairs(heads_q: int, heads_k: int) -> bool:
@@ -119,8 +124,9 @@ def simulate(
     cycle_end: NDArray[np.int32],
     visit_table: NDArray[np.int32],
     rank_table: NDArray[np.int32],
-    group: int,
+    q_heads: NDArray[np.int32],
     together: int,
+    turns: bool,
     split: NDArray[np.int32],
     sms: int,
     compute: float,

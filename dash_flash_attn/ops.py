@@ -54,7 +54,7 @@ def auto_schedule(
     if not causal:
         return "shift"
     groups = heads_q > heads_k
-    if groups and head_dim == 128 and seqlen_q >= 16384:
+    if groups and head_dim == 128 and seqlen_q > 16384:
         # Chains that wait in line are near each other's query tiles, which then stay in the L2 cache, in all
         # heads of a group. But the last one starts late, by a reduction for each before it: there must be
         # enough to do after that.

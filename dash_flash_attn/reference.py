@@ -86,21 +86,25 @@ def backward(
     grid = _grid(q, k, causal)
     policy = make_policy(schedule, grid)
     wide = lse_dtype(q)
-    # A chain walks the query heads of its part of the group.
-    parts = _native.query_head_parts(heads_q, heads_k, grid, q.shape[3], policy.waits_in_line)
-    qh, doh, oh = (_by_head(x, heads_k * parts, wide) for x in (q, dout, out))
-    kh, vh = (_by_head(x, heads_k, wide).repeat_interleave(parts, dim=1).squeeze(2) for x in (k, v))
+    qh, doh, oh = (_by_head(x, heads_k, wide) for x in (q, dout, out))
+    kh, vh = (_by_head(x, heads_k, wide).squeeze(2) for x in (k, v))
     lse_h = lse.reshape(qh.shape[:-1]).to(wide).unsqueeze(-1)
     lse_h = lse_h.masked_fill(lse_h == -math.inf, math.inf)  # no visible key: every probability is 0
     delta = (doh * oh).sum(-1, keepdim=True)
-    dqh, dk_parts, dv_parts = torch.empty_like(qh), torch.empty_like(kh), torch.empty_like(vh)
+    dqh, dk, dv = torch.empty_like(qh), torch.empty_like(kh), torch.empty_like(vh)
     for way in range(policy.ways):
         mine = (slice(None), slice(way, None, policy.ways))
-        # Contiguous, since a product's bits may depend on the strides.
-        inputs = (x[mine].contiguous() for x in (doh, qh, kh, vh, lse_h, delta))
-        tasks = tasks_in_order(policy, grid, qh.shape[2], way)
-        dqh[mine], dk_parts[mine], dv_parts[mine] = _chains(*inputs, grid, tasks, softmax_scale, q.dtype)
-    dk, dv = (_sum_of_parts(x, parts) for x in (dk_parts, dv_parts))
+        begin = 0
+        # A chain walks the query heads of its part of the group; dK and dV are summed part after part.
+        for size in _native.part_sizes(heads_q, heads_k, grid, q.shape[3], policy.waits_in_line):
+            part = (*mine, slice(begin, begin + size))
+            # Contiguous, since a product's bits may depend on the strides.
+            inputs = (x.contiguous() for x in (doh[part], qh[part], kh[mine], vh[mine], lse_h[part], delta[part]))
+            tasks = tasks_in_order(policy, grid, size, way)
+            dqh[part], dk_part, dv_part = _chains(*inputs, grid, tasks, softmax_scale, q.dtype)
+            dk[mine] = dk_part if begin == 0 else dk[mine] + dk_part
+            dv[mine] = dv_part if begin == 0 else dv[mine] + dv_part
+            begin += size
     return _by_row(dqh * softmax_scale, q), _by_row(dk * softmax_scale, k), _by_row(dv, v)
 
 
@@ -181,11 +185,3 @@ def _scores(grid, q: Tensor, k: Tensor, q_tile: int, kv_tile: int, softmax_scale
         key = torch.arange(k.shape[-2], device=q.device) + kv_tile * grid.kv_rows
         scores.masked_fill_(key > row + grid.offset(), -math.inf)
     return scores
-
-
-def _sum_of_parts(x: Tensor, parts: int) -> Tensor:
-    """(batch, heads * parts, rows, dim) -> (batch, heads, rows, dim), part after part."""
-    first, *rest = x.unflatten(1, (-1, parts)).unbind(2)
-    for part in rest:
-        first = first + part
-    return first

@@ -8,6 +8,7 @@ arXiv 2601.21824.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -112,8 +113,8 @@ class Schedule:
 class Chain(NamedTuple):
     """One claim of work: a KV tile of a head, and the query tiles that it visits, in that sequence.
 
-    `head` counts chain heads: with Plan.group > 1 the sequence is walked once for each of the query heads
-    head * group ... head * group + group - 1, in the sequence that Plan.together and Plan.split say.
+    `head` counts chain heads: the sequence is walked once for each of the query heads from
+    Plan.q_heads[head] to before Plan.q_heads[head + 1], in the sequence that together, split and turns say.
     """
 
     head: int
@@ -135,7 +136,8 @@ class Plan:
     Args:
         name: what it is called in tables and pictures.
         grid: the tiles of one head, and which of them meet.
-        group: how many query heads a chain walks.
+        q_heads: int (heads + 1), the first query head that the chains of a head walk, from 0 on; and at the
+            end, how many there are.
         chain_table: int (claims, 2), (head, KV tile) in the order of issue.
         way: int (heads), which of the tables a head goes by.
         visit_table: int (ways, KV tiles, query tiles), the query tile at each step, -1 after a chain's end.
@@ -144,11 +146,13 @@ class Plan:
         together: a chain visits a query tile in so many heads of its group, and then the next tile; and
             when all tiles are done, in the next heads (csrc/schedule/head_order.h).
         split: int (KV tiles): a chain does so with its visits before this one, and then with the others.
+        turns: whether a chain walks every other head of its group back, from the last of these visits to the
+            first.
     """
 
     name: str
     grid: _native.TileGrid
-    group: int
+    q_heads: NDArray[np.int32]
     chain_table: NDArray[np.int32]
     way: NDArray[np.int32]
     visit_table: NDArray[np.int32]
@@ -156,16 +160,17 @@ class Plan:
     cycle: NDArray[np.int32]
     together: int
     split: NDArray[np.int32]
+    turns: bool
 
     @property
     def num_heads(self) -> int:
-        """Chain heads: query heads / group."""
+        """Chain heads: parts of the query heads of a KV head, over all KV heads."""
         return len(self.way)
 
     @property
     def num_tasks(self) -> int:
         """Pairs of tiles over all query heads."""
-        return self.group * int((self.visit_table >= 0).sum((1, 2))[self.way].sum())
+        return int(((self.visit_table >= 0).sum((1, 2))[self.way] * np.diff(self.q_heads)).sum())
 
     @property
     def num_ctas_needed(self) -> int:
@@ -243,24 +248,25 @@ class Plan:
             "way": self.way,
             "visit_table": self.visit_table,
             "rank_table": self.rank_table,
-            "group": self.group,
+            "q_heads": self.q_heads,
             "together": self.together,
             "split": self.split,
+            "turns": self.turns,
         }
 
     def blame(self, line: dict[str, Any]) -> str:
         """In words, one wait without end of a simulation that did not finish: which pair, and for whom."""
         waiting = np.flatnonzero((line["compute_end"] >= 0) & (line["reduce_end"] < 0))
         for task in waiting:
-            head, q_tile = int(line["q_head"][task]), int(line["q_tile"][task])
-            kv_tile = int(self.chain_table[line["claim"][task], 1])
-            ranks = self.rank_table[self.way[head // self.group], :, q_tile]
+            q_head, q_tile = int(line["q_head"][task]), int(line["q_tile"][task])
+            head, kv_tile = self.chain_table[line["claim"][task]].tolist()
+            ranks = self.rank_table[self.way[head], :, q_tile]
             before = ranks[kv_tile] - 1
             holder = int(np.flatnonzero(ranks == before)[0]) if before >= 0 else kv_tile
-            claim = np.flatnonzero((self.chain_table == (head // self.group, holder)).all(1))[0]
+            claim = np.flatnonzero((self.chain_table == (head, holder)).all(1))[0]
             if line["claimed"][claim] < 0:
                 return (
-                    f"KV tile {kv_tile} waits at query tile {q_tile} of head {head} for KV tile {holder}, "
+                    f"KV tile {kv_tile} waits at query tile {q_tile} of head {q_head} for KV tile {holder}, "
                     "which no CTA is free to run"
                 )
         task = waiting[0]
@@ -334,7 +340,7 @@ def plan(
         num_q_tiles * q_rows, num_kv_tiles * kv_rows, q_rows, kv_rows, causal,
         _native.heads_in_pairs(num_heads * group, num_heads),
     )  # fmt: skip
-    return _write_out(make_policy(schedule, grid), num_heads, group, heads_per_block)
+    return _write_out(make_policy(schedule, grid), [group] * num_heads, heads_per_block)
 
 
 def plan_call(
@@ -356,12 +362,13 @@ def plan_call(
     """
     paired = _native.heads_in_pairs(heads_q, heads_k)
     policy = Schedule(schedule, seqlen_q, seqlen_k, head_dim, causal, paired).policy
-    parts = _native.query_head_parts(heads_q, heads_k, policy.grid, head_dim, policy.waits_in_line)
-    return _write_out(policy, batch * heads_k * parts, heads_q // heads_k // parts, None)
+    parts = _native.part_sizes(heads_q, heads_k, policy.grid, head_dim, policy.waits_in_line)
+    return _write_out(policy, parts * (batch * heads_k), None)
 
 
-def _write_out(policy: _native.Policy, num_heads: int, group: int, heads_per_block: int | None) -> Plan:
-    kv_tiles, ways = policy.grid.kv_tiles(), policy.ways
+def _write_out(policy: _native.Policy, parts: Sequence[int], heads_per_block: int | None) -> Plan:
+    """`parts`: how many query heads the chains of each head walk."""
+    num_heads, kv_tiles, ways = len(parts), policy.grid.kv_tiles(), policy.ways
     if heads_per_block is None:
         chain_table = policy.chain_table(num_heads)
     else:
@@ -369,11 +376,11 @@ def _write_out(policy: _native.Policy, num_heads: int, group: int, heads_per_blo
     cycle = np.empty(kv_tiles, np.int32)
     cycle[policy.chain_table(1)[:, 1]] = [policy.cycle_end(claim, 1) for claim in range(kv_tiles)]
     return Plan(
-        policy.name, policy.grid, group, chain_table, np.arange(num_heads, dtype=np.int32) % ways,
+        policy.name, policy.grid, np.cumsum([0, *parts], dtype=np.int32), chain_table, np.arange(num_heads, dtype=np.int32) % ways,
         np.stack([policy.visit_table(w) for w in range(ways)]),
         np.stack([policy.rank_table(w) for w in range(ways)]),
-        np.unique(cycle, return_inverse=True)[1].astype(np.int32), policy.heads_together(group),
-        policy.split_table(),
+        np.unique(cycle, return_inverse=True)[1].astype(np.int32), policy.heads_together(max(parts)),
+        policy.split_table(), policy.turns,
     )  # fmt: skip
 
 

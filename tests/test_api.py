@@ -158,9 +158,9 @@ def test_auto_is_what_was_measured_to_pay() -> None:
         for head_dim, heads in ((64, 32), (128, 16)):
             assert auto(n, heads, heads, head_dim, False) == auto(n, heads, heads, head_dim, True) == "shift"
         assert auto(n, 32, 8, 64, True) == auto(n, 25, 25, 128, True) == "shift"
-    by_length = {n: auto(n, 32, 8, 128, True) for n in (2048, 8192, 16384)}
+    by_length = {n: auto(n, 32, 8, 128, True) for n in (2048, 16384, 32768)}
     assert list(by_length.values()) == ["shift", "shift", "descending"]
-    assert auto(16384, 16, 4, 128, True) == "shift"  # too little to wait for
+    assert auto(32768, 8, 2, 128, True) == "shift"  # too little to wait for
     # Heads that are no pairs.
     by_length = {n: auto(n, 25, 25, 64, True) for n in (1024, 2048, 16384, 32768)}
     assert list(by_length.values()) == ["shift", "symmetric_shift", "symmetric_shift", "shift"]

@@ -37,6 +37,12 @@ RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 KERNEL = {"compute": 2.75, "reduce": 1.0, "signal": 0.5, "model": "pipelined"}  # microseconds on an H200
 
 
+def group_of(p):
+    """The query heads that a chain walks, where it is the same for all."""
+    (size,) = set(np.diff(p.q_heads).tolist())
+    return size
+
+
 def needed(n, causal):
     return [list(range(kv if causal else 0, n)) for kv in range(n)]
 
@@ -71,12 +77,17 @@ def test_rank_of_pairs_that_do_not_meet():
 def test_the_plan_of_a_call_is_the_kernels():
     # 4 KV heads of 2 query heads each and 16 KV tiles: 64 chains an entry, so the group is cut into two.
     p = plan_call("shift", 3, 2048, 2048, 8, 4, 128, causal=False)
-    assert _native.query_head_parts(8, 4, p.grid, 128, False) == 2
-    assert (p.num_heads, p.group) == (3 * 4 * 2, 1)
+    assert _native.part_sizes(8, 4, p.grid, 128, False) == [1, 1]
+    assert p.q_heads.tolist() == list(range(3 * 4 * 2 + 1))
     assert (p.grid.q_tiles(), p.grid.kv_tiles()) == (32, 16)
     schedule = Schedule("shift", 2048, 2048, 128)
     assert [(c.head, c.kv_tile) for c in p.chains] == schedule.chains(24)
-    assert plan_call("shift", 1, 2048, 2048, 64, 8, 128).group == 8
+    assert plan_call("shift", 1, 2048, 2048, 64, 8, 128).q_heads.tolist() == list(range(0, 65, 8))
+    # 7 query heads a KV head, causal: one and three pairs.
+    p = plan_call("shift", 2, 4096, 4096, 14, 2, 128, causal=True)
+    assert p.q_heads.tolist() == [7 * kv_head + head for kv_head in range(4) for head in (0, 1, 3, 5)] + [28]
+    assert p.num_tasks == 28 * sum(map(len, needed(64, True)[::2]))
+    p.validate()
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -111,15 +122,15 @@ def random_plans(draw):
 def test_plans_are_sound_on_as_many_ctas_as_they_need(p, more):
     p.validate()
     p.validate(p.num_ctas_needed + more)
-    for together in range(1, p.group + 1):
+    for together in range(1, group_of(p) + 1):
         replace(p, together=together).validate()
 
 
-@given(random_plans(), st.integers(1, 3), st.data())
-def test_a_chain_walks_each_head_of_its_group_in_the_order_of_its_stretches(p, together, data):
+@given(random_plans(), st.integers(1, 3), st.booleans(), st.data())
+def test_a_chain_walks_each_head_of_its_group_in_the_order_of_its_stretches(p, together, turns, data):
     visits = (p.visit_table[0] >= 0).sum(1)
     split = np.array([data.draw(st.integers(0, int(n))) for n in visits], np.int32)
-    p = replace(p, together=together, split=split)
+    p = replace(p, together=together, split=split, turns=turns)
     line = _native.simulate(
         **p.tables(), sms=1, compute=1.0, reduce=0.0, signal=0.0, chain=0.0, staging=0, jitter=0.0,
         pace=0.0, seed=0, ordered=False,
@@ -129,11 +140,11 @@ def test_a_chain_walks_each_head_of_its_group_in_the_order_of_its_stretches(p, t
         walked = list(zip(line["q_head"][mine].tolist(), line["q_tile"][mine].tolist(), strict=True))
         cut = split[chain.kv_tile]
         assert walked == [
-            (chain.head * p.group + head, q_tile)
+            (chain.head * group_of(p) + head, (stretch[::-1] if turns and head % 2 else stretch)[place])
             for stretch in (chain.visits[:cut], chain.visits[cut:])
-            for first in range(0, p.group, together)
-            for q_tile in stretch
-            for head in range(first, min(first + together, p.group))
+            for first in range(0, group_of(p), together)
+            for place in range(len(stretch))
+            for head in range(first, min(first + together, group_of(p)))
         ]
 
 
@@ -176,7 +187,7 @@ def test_a_cycle_needs_its_ctas(n):
 @settings(max_examples=60, deadline=None)
 @given(random_plans(), st.integers(1, 30))
 def test_progress_as_the_claiming_model_of_the_kernel_says(p, ctas):
-    if p.group > 1 or p.chain_table.tolist() != plan_order(p):
+    if group_of(p) > 1 or p.chain_table.tolist() != plan_order(p):
         return
     policy = make_policy(p.name, p.grid)
     expected = policy.completes(p.num_heads, ctas, claim_ahead=False)
@@ -314,6 +325,9 @@ def test_wrong_arguments_are_refused():
         {"visit_table": np.full((1, 2, 2), 5)},
         {"visit_table": np.full((2, 2), 5)},
         {"way": np.array([1])},
+        {"q_heads": np.array([0])},
+        {"q_heads": np.array([1, 2])},
+        {"q_heads": np.array([0, 0])},
         {"way": np.array([0, 0])},
         {"chain_table": np.array([[0, 0], [7, 1]])},
     ):
@@ -583,7 +597,7 @@ def test_explain_says_what_auto_takes():
         ((1, 2048, 2048, 4, 2, 64, True), "all chains climb"),
         ((1, 2048, 2048, 3, 3, 64, True), "long and short chains share"),
         ((1, 17000, 16900, 1, 1, 128, True), "above 128 KV tiles"),
-        ((1, 16384, 16384, 32, 8, 128, True), "chains in line"),
+        ((1, 32768, 32768, 16, 4, 128, True), "chains in line"),
     ],
 )
 def test_explain_says_why(call, why):

@@ -95,8 +95,8 @@ def check_progress(policy, heads=3):
     if policy.grid.paired:
         return  # each head has its own K and V
     # Chains of GQA, whole and cut into parts that add their dK and dV in turn.
-    for ctas, (group, parts) in itertools.product((needed, 132), ((3, 1), (2, 2))):
-        assert policy.completes(2 * parts, ctas, True, group, parts), (policy.name, ctas, group, parts)
+    for ctas, parts in itertools.product((needed, 132), ([3], [2, 2], [1, 2])):
+        assert policy.completes(2 * len(parts), ctas, True, parts), (policy.name, ctas, parts)
 
 
 def check_all(shape, needed, name):
@@ -303,7 +303,10 @@ def test_shift_climbs_under_a_causal_mask_on_a_square(kv_tiles, q_rows, kv_rows)
 
 @pytest.mark.parametrize("kv_tiles", [2, 3, 8, 33, 64, 128, 200])
 def test_a_band_that_climbs_has_a_query_tile_for_everybody(kv_tiles):
-    """Chains of a band that start together are never at one query tile, and the first ones are ahead."""
+    """Chains of a band that start together are never at one query tile, and the first ones are ahead.
+
+    Nor are they in the heads of a group, each walked back from where the last one ended.
+    """
     policy = make_policy("shift", _native.TileGrid(kv_tiles * 4, kv_tiles * 4, 4, 4, True))
     chains = policy.chain_table(1)[:, 1].tolist()
     ends = [i + 1 for i, kv in enumerate(chains) if i + 1 == len(chains) or chains[i + 1] > kv]
@@ -315,6 +318,13 @@ def test_a_band_that_climbs_has_a_query_tile_for_everybody(kv_tiles):
     visits = chain_visits(policy)
     for begin, end in itertools.pairwise([0, *ends]):
         check_stall_free(policy, [[(kv, q) for q in visits[kv]] for kv in chains[begin:end]])
+        walks = {kv: policy.walk(kv, 3).tolist() for kv in chains[begin:end]}
+        for kv, walk in walks.items():
+            up = [[head, q] for head in range(3) for q in visits[kv]]
+            assert walk[: len(up) // 3] + walk[len(up) // 3 : 2 * len(up) // 3][::-1] + walk[-len(up) // 3 :] == up
+        for head in range(3):
+            in_head = [[(kv, q) if h == head else None for h, q in walk] for kv, walk in walks.items()]
+            check_stall_free(policy, in_head)
 
 
 @pytest.mark.parametrize("kv_tiles", [*range(2, 41), 64, 65, 128, 130, 300])
@@ -390,11 +400,14 @@ def test_a_cycle_without_room_deadlocks(n):
     needed = policy.resident_ctas_needed()
     assert policy.completes(2, needed, claim_ahead=False)
     assert not policy.completes(2, needed - 1, claim_ahead=False)
-    for group, parts in ((3, 1), (1, 2), (2, 2)):
-        assert policy.completes(2, needed, False, group, parts)
-        assert not policy.completes(2, needed - 1, False, group, parts)
+    for parts in ([3], [1, 1], [2, 2], [1, 2]):
+        assert policy.completes(2, needed, False, parts)
+        assert not policy.completes(2, needed - 1, False, parts)
     with pytest.raises(ValueError, match="3 are not whole parts of 2"):
-        policy.completes(3, needed, parts=2)
+        policy.completes(3, needed, parts=[1, 1])
+    for wrong in ([], [1, 0]):
+        with pytest.raises(ValueError, match="not positive"):
+            policy.completes(2, needed, parts=wrong)
 
 
 def test_a_wrong_table_is_found():
@@ -463,7 +476,7 @@ def test_sizes_and_tiles_are_checked():
 
 def parts_of(heads_q, heads_k, seqlen, head_dim, causal=True, schedule="shift"):
     policy = Schedule(schedule, seqlen, seqlen, head_dim, causal).policy
-    return _native.query_head_parts(heads_q, heads_k, policy.grid, head_dim, policy.waits_in_line)
+    return _native.part_sizes(heads_q, heads_k, policy.grid, head_dim, policy.waits_in_line)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -474,21 +487,26 @@ def test_parts_are_whole_and_not_too_short(head_dim, causal):
     ):
         parts = parts_of(heads_k * group, heads_k, seqlen, head_dim, causal)
         q_tiles = Schedule("naive", seqlen, seqlen, head_dim, causal).grid.q_tiles()
-        assert group % parts == 0
-        assert parts == 1 or group // parts * q_tiles >= 32
+        assert sum(parts) == group
+        # All alike, but the first one has what is left over.
+        assert len(set(parts[1:])) <= 1 and 0 < parts[0] <= parts[-1]
+        assert len(parts) == 1 or parts[-1] * q_tiles >= 32
 
 
 def test_groups_are_cut_where_it_was_measured_to_pay():
     """docs/schedules.md, "The heads of a group"."""
-    by_length = {1024: 2, 2048: 2, 4096: 4, 8192: 4, 16384: 4}
+    by_length = {1024: [2] * 2, 2048: [2] * 2, 4096: [2] * 2, 8192: [2] * 2, 16384: [2] * 2}
     assert {n: parts_of(32, 8, n, 128) for n in by_length} == by_length
-    assert [parts_of(64, 8, n, 128) for n in (2048, 4096)] == [4, 8]
-    assert [parts_of(32, 8, n, 64) for n in (1024, 4096, 8192, 16384)] == [1, 1, 1, 2]
+    assert [parts_of(64, 8, n, 128) for n in (2048, 4096)] == [[4] * 2, [2] * 4]
+    assert [parts_of(28, 4, n, 128) for n in (2048, 4096, 16384)] == [[1, 2, 2, 2]] * 3
+    assert [parts_of(24, 8, n, 128) for n in (2048, 4096, 16384)] == [[1, 2], [3], [3]]
+    assert [parts_of(32, 8, n, 64) for n in (1024, 4096, 8192, 16384)] == [[4], [4], [4], [2] * 2]
     # Without a mask only for a chip that would be idle otherwise; without a group never.
-    assert [parts_of(32, 8, n, 128, False) for n in (2048, 16384)] == [1, 1]
-    assert [parts_of(32, heads_k, 2048, 128, False) for heads_k in (4, 1)] == [2, 8]
-    assert parts_of(32, 32, 16384, 128) == 1
+    assert [parts_of(32, 8, n, 128, False) for n in (2048, 16384)] == [[4]] * 2
+    assert [parts_of(32, heads_k, 2048, 128, False) for heads_k in (4, 1)] == [[4] * 2, [4] * 8]
+    assert parts_of(32, 32, 16384, 128) == [1]
     # For a chip that would be idle otherwise: any schedule. For the L2 cache: not where chains wait in line.
     for name in SCHEDULES:
-        assert parts_of(16, 2, 2048, 128, schedule=name) == 8
-        assert parts_of(32, 8, 16384, 128, schedule=name) == (1 if name in ("naive", "descending") else 4)
+        assert parts_of(16, 2, 2048, 128, schedule=name) == [1] * 8
+        whole = name in ("naive", "descending")
+        assert parts_of(32, 8, 16384, 128, schedule=name) == ([4] if whole else [2, 2])

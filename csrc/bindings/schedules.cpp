@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "bindings.h"
 #include "completion.h"
@@ -111,9 +112,9 @@ py::array_t<int> walk(Policy const& p, int kv_tile, int group, int way) {
     py::array_t<int> table({steps, 2});
     auto cells = table.mutable_unchecked<2>();
     for (int step = 0; step < steps; ++step) {
-        schedule::HeadRun const stop = schedule::head_run(p.heads(kv_tile, group), group, visits, step);
-        cells(step, 0) = stop.head;
-        cells(step, 1) = p.visit(kv_tile, stop.visit, way);
+        schedule::HeadRun const run = schedule::head_run(p.heads(kv_tile, group), group, visits, step);
+        cells(step, 0) = run.head;
+        cells(step, 1) = p.visit(kv_tile, run.visit, way);
     }
     return table;
 }
@@ -190,16 +191,18 @@ void bind_policy(py::module_& m, char const* class_name) {
         .def(
             "heads_together",
             [](Policy const& p, int group) { return p.heads(0, checked_positive(group, "group")).together; }, "group"_a)
+        .def_property_readonly("turns", [](Policy const& p) { return p.heads(0, 1).turns; })
         .def(
             "completes",
-            [](Policy const& p, int heads, int ctas, bool claim_ahead, int group, int parts) {
-                if (checked_positive(heads, "heads") % checked_positive(parts, "parts") != 0)
+            [](Policy const& p, int heads, int ctas, bool claim_ahead, std::vector<int> const& parts) {
+                for (int size : parts) checked_positive(size, "a part");
+                int const count = checked_positive(int(parts.size()), "parts");
+                if (checked_positive(heads, "heads") % count != 0)
                     throw py::value_error("heads: " + std::to_string(heads) + " are not whole parts of " +
-                                          std::to_string(parts));
-                return completes(p, heads, checked_positive(ctas, "ctas"), claim_ahead,
-                                 checked_positive(group, "group"), parts);
+                                          std::to_string(count));
+                return completes(p, heads, checked_positive(ctas, "ctas"), claim_ahead, parts);
             },
-            "heads"_a, "ctas"_a, "claim_ahead"_a = true, "group"_a = 1, "parts"_a = 1);
+            "heads"_a, "ctas"_a, "claim_ahead"_a = true, "parts"_a = std::vector<int>{1});
 }
 
 }  // namespace

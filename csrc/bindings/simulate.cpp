@@ -57,13 +57,12 @@ void check_way(lab::Chains const& chains, int way) {
 
 // The simulator trusts its tables: whatever could lead it out of them is refused here.
 lab::Chains make_chains(Table const& chain_table, Table const& cycle_end, Table const& way, Table const& visit,
-                        Table const& rank, int group, int together, Table const& split) {
+                        Table const& rank, Table const& q_heads, int together, bool turns, Table const& split) {
     if (chain_table.ndim() != 2 || chain_table.shape(1) != 2) throw py::value_error("chain_table is not (claims, 2)");
     if (visit.ndim() != 3 || rank.ndim() != 3 || !std::equal(visit.shape(), visit.shape() + 3, rank.shape()))
         throw py::value_error("visit_table and rank_table are not both (ways, KV tiles, query tiles)");
     if (cycle_end.ndim() != 1 || cycle_end.shape(0) != chain_table.shape(0))
         throw py::value_error("cycle_end has not one entry a claim");
-    if (group < 1) throw py::value_error("group is " + std::to_string(group) + ", not positive");
     if (together < 1) throw py::value_error("together is " + std::to_string(together) + ", not positive");
     if (split.ndim() != 1 || split.shape(0) != visit.shape(1))
         throw py::value_error("split has not one entry a KV tile");
@@ -71,8 +70,9 @@ lab::Chains make_chains(Table const& chain_table, Table const& cycle_end, Table 
     lab::Chains chains;
     chains.kv_tiles = int(visit.shape(1));
     chains.q_tiles = int(visit.shape(2));
-    chains.group = group;
+    chains.q_heads = values(q_heads);
     chains.together = together;
+    chains.turns = turns;
     chains.split = values(split);
     chains.cycle_end = values(cycle_end);
     chains.way = values(way);
@@ -95,6 +95,11 @@ lab::Chains make_chains(Table const& chain_table, Table const& cycle_end, Table 
             throw py::value_error("claim " + std::to_string(claim) + ": KV tile " + std::to_string(kv) + " of head " +
                                   std::to_string(head) + " is not there, or a second time");
     }
+    if (q_heads.ndim() != 1 || q_heads.shape(0) != claims / chains.kv_tiles + 1 || chains.q_heads[0] != 0)
+        throw py::value_error("q_heads has not one entry a head, from 0 on, and one more");
+    for (size_t head = 1; head < chains.q_heads.size(); ++head)
+        if (chains.q_heads[head] <= chains.q_heads[head - 1])
+            throw py::value_error("head " + std::to_string(head - 1) + " walks no query head");
     if (way.ndim() != 1 || way.shape(0) != claims / chains.kv_tiles)
         throw py::value_error("way has not one entry a head");
     int const ways = int(visit.shape(0));
@@ -105,11 +110,11 @@ lab::Chains make_chains(Table const& chain_table, Table const& cycle_end, Table 
 }
 
 py::dict simulate(Table const& chain_table, Table const& cycle_end, Table const& way, Table const& visit_table,
-                  Table const& rank_table, int group, int together, Table const& split, int sms, double compute,
-                  double reduce, double signal, double chain, int staging, double jitter, double pace, uint64_t seed,
-                  bool ordered) {
+                  Table const& rank_table, Table const& q_heads, int together, bool turns, Table const& split, int sms,
+                  double compute, double reduce, double signal, double chain, int staging, double jitter, double pace,
+                  uint64_t seed, bool ordered) {
     lab::Chains const chains =
-        make_chains(chain_table, cycle_end, way, visit_table, rank_table, group, together, split);
+        make_chains(chain_table, cycle_end, way, visit_table, rank_table, q_heads, together, turns, split);
     if (sms < 1) throw py::value_error("num_sms is " + std::to_string(sms) + ", not positive");
     if (staging < 0) throw py::value_error("staging is negative");
     if (!(compute >= 0 && reduce >= 0 && signal >= 0 && chain >= 0)) throw py::value_error("a time is negative");
@@ -131,8 +136,8 @@ py::dict simulate(Table const& chain_table, Table const& cycle_end, Table const&
 
 void bind_lab(py::module_& m) {
     m.def("simulate", &simulate, py::kw_only(), "chain_table"_a, "cycle_end"_a, "way"_a, "visit_table"_a,
-          "rank_table"_a, "group"_a, "together"_a, "split"_a, "sms"_a, "compute"_a, "reduce"_a, "signal"_a, "chain"_a,
-          "staging"_a, "jitter"_a, "pace"_a, "seed"_a, "ordered"_a);
+          "rank_table"_a, "q_heads"_a, "together"_a, "turns"_a, "split"_a, "sms"_a, "compute"_a, "reduce"_a, "signal"_a,
+          "chain"_a, "staging"_a, "jitter"_a, "pace"_a, "seed"_a, "ordered"_a);
 }
 
 }  // namespace dash::bindings

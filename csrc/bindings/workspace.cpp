@@ -3,8 +3,10 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <stdexcept>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "bindings.h"
 #include "names.h"
@@ -34,9 +36,16 @@ std::pair<int, int> tile_shape_of(int head_dim) {
     return {shape.q_rows, shape.kv_rows};
 }
 
-int query_head_parts_of(int heads_q, int heads_k, schedule::TileGrid const& grid, int head_dim, bool waits_in_line) {
+std::vector<int> part_sizes(int heads_q, int heads_k, schedule::TileGrid const& grid, int head_dim,
+                            bool waits_in_line) {
     check_heads(heads_q, heads_k);
-    return query_head_parts(heads_q, heads_k, grid, head_dim, waits_in_line);
+    GroupParts const parts = group_parts(heads_q, heads_k, grid, head_dim, waits_in_line);
+    std::vector<int> sizes;
+    for (int part = 0, begin = 0; part < parts.count; begin += sizes[part++]) {
+        if (parts.begin(part) != begin) throw std::logic_error("parts of a group do not follow each other");
+        sizes.push_back(parts.size(part));
+    }
+    return sizes;
 }
 
 int64_t workspace_bytes(int batch, int seqlen_q, int seqlen_k, int heads_q, int heads_k, int head_dim, bool causal,
@@ -59,8 +68,7 @@ int64_t workspace_bytes(int batch, int seqlen_q, int seqlen_k, int heads_q, int 
 
 void bind_workspace(py::module_& m) {
     m.def("tile_shape", &tile_shape_of, "head_dim"_a);
-    m.def("query_head_parts", &query_head_parts_of, "heads_q"_a, "heads_k"_a, "grid"_a, "head_dim"_a,
-          "waits_in_line"_a);
+    m.def("part_sizes", &part_sizes, "heads_q"_a, "heads_k"_a, "grid"_a, "head_dim"_a, "waits_in_line"_a);
     m.def("workspace_bytes", &workspace_bytes, "batch"_a, "seqlen_q"_a, "seqlen_k"_a, "heads_q"_a, "heads_k"_a,
           "head_dim"_a, "causal"_a, "schedule"_a);
 }

@@ -4,6 +4,7 @@
 
 #include "../schedule/policy.h"
 #include "backward.h"
+#include "group_parts.h"
 #include "tile_shape.h"
 
 namespace dash {
@@ -12,26 +13,30 @@ namespace dash {
 // pays for a sum of dK and dV. Measured on H200 (docs/performance.md). Fewer where SMs would be idle otherwise than
 // where the cut serves the L2 cache, which at head dimension 64 has half as many bytes to hold.
 constexpr int kShortestPart = 32;
-constexpr int shortest_part_for_cache(int head_dim) { return head_dim == 64 ? 256 : 64; }
+constexpr int shortest_part_for_cache(int head_dim) { return head_dim == 64 ? 256 : 128; }
 
-// How many CTAs share the query heads of one KV head. With one, a CTA walks its KV tile over all query heads of the
-// group and dK, dV never leave its registers. The group is cut, and dK, dV are summed in the order of the parts,
+// How many CTAs share the query heads of one KV head, and how. With one, a CTA walks its KV tile over all query heads
+// of the group and dK, dV never leave its registers. The group is cut, and dK, dV are summed in the order of the parts,
 //   - where one batch entry alone would leave most SMs idle (MQA). Under a causal mask chains differ in length, and
 //     a long one needs a short one beside it on its SM;
 //   - under a causal mask, where chains are long: the short ones would soon be heads ahead of the long ones, and
-//     Q, dO and dQ of all these heads are more than the L2 cache holds. Chains that wait in line keep together.
+//     Q, dO and dQ of all these heads are more than the L2 cache holds. Into pairs of heads, since in the second one
+//     two chains come together again; a third one is worth less than a cut costs. Chains that wait in line keep
+//     together anyway.
 // The bits depend on the cut, so it knows neither the device at hand nor the batch around the entry.
-inline int query_head_parts(int heads_q, int heads_k, schedule::TileGrid const& grid, int head_dim,
-                            bool waits_in_line) {
+inline GroupParts group_parts(int heads_q, int heads_k, schedule::TileGrid const& grid, int head_dim,
+                              bool waits_in_line) {
     int const wanted = (grid.causal ? 2 : 1) * schedule::kChainsThatFillAChip;
     int const group = heads_q / heads_k;
     int64_t const chains = int64_t(heads_k) * grid.kv_tiles();
-    int parts = 1;
+    GroupParts parts(group, group);
     for (int cut = 2; cut <= group; ++cut) {
-        int64_t const tiles = int64_t(group / cut) * grid.q_tiles();
-        bool const idle = chains * parts < wanted && tiles >= kShortestPart;
-        bool const long_chains = grid.causal && !waits_in_line && tiles >= shortest_part_for_cache(head_dim);
-        if (group % cut == 0 && (idle || long_chains)) parts = cut;
+        GroupParts const finer(group, schedule::ceil_div(group, cut));
+        int64_t const tiles = int64_t(finer.heads) * grid.q_tiles();
+        bool const idle = chains * parts.count < wanted && tiles >= kShortestPart;
+        bool const long_chains =
+            grid.causal && !waits_in_line && group > 3 && finer.heads > 1 && tiles >= shortest_part_for_cache(head_dim);
+        if (idle || long_chains) parts = finer;
     }
     return parts;
 }
@@ -42,8 +47,8 @@ inline bool waits_in_line(ScheduleId id) {
     return kWaitsInLine[int(id)];
 }
 
-inline int query_head_parts(BackwardParams const& p, schedule::TileGrid const& grid) {
-    return query_head_parts(p.heads_q, p.heads_k, grid, p.head_dim, waits_in_line(p.schedule));
+inline GroupParts group_parts(BackwardParams const& p, schedule::TileGrid const& grid) {
+    return group_parts(p.heads_q, p.heads_k, grid, p.head_dim, waits_in_line(p.schedule));
 }
 
 inline schedule::TileGrid tile_grid(BackwardParams const& p) {
@@ -68,7 +73,7 @@ struct WorkspaceLayout {
 inline WorkspaceLayout workspace_layout(BackwardParams const& p) {
     TileShape const shape = tile_shape(p.head_dim);
     schedule::TileGrid const grid = tile_grid(p);
-    int const parts = query_head_parts(p, grid);
+    int const parts = group_parts(p, grid).count;
     int64_t const q_tiles = int64_t(p.batch) * p.heads_q * grid.q_tiles();
     int64_t const kv_tiles = int64_t(p.batch) * p.heads_k * grid.kv_tiles();
     int64_t const dq_bytes = grid.kv_tiles() > 1 ? q_tiles * shape.q_rows * p.head_dim * 4 : 0;

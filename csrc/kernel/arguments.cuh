@@ -3,6 +3,7 @@
 #include <cuda.h>
 
 #include "../core/backward.h"
+#include "../core/group_parts.h"
 #include "../core/stuck_report.h"
 #include "../schedule/policy.h"
 
@@ -11,18 +12,17 @@ namespace dash {
 constexpr float kLog2e = 1.4426950408889634f;
 
 struct KernelArguments {
-    // Descriptors for bulk tensor copies: (feature, row, head, batch).
+    // Descriptors for bulk tensor copies: (feature of a panel, row, panel, head, batch).
     CUtensorMap q, k, v, dout, dv;
     CUtensorMap out_rows, dout_rows;  // a few rows at a time, for the statistics
-    CUtensorMap statistics;           // the rows of dQ seen as fp32: (4, pair of rows, head, batch)
+    CUtensorMap statistics;           // the rows of dQ seen as fp32: (4, pair of rows, 1, head, batch)
 
     schedule::TileGrid grid;
     int q_tiles, kv_tiles;  // the grid would have to divide
     int blind_tiles;        // query tiles that see no key: the first ones
     int batch, heads_q, heads_k;
-    int parts;  // CTAs that share the query heads of a KV head
-    int heads_per_part;
-    int chain_heads;  // batch * heads_k * parts: what the schedule calls heads
+    GroupParts parts;  // of the query heads of a KV head
+    int chain_heads;   // batch * heads_k * parts: what the schedule calls heads
     int chains;
     bool ordered;
     float scale;

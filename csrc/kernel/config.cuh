@@ -45,8 +45,9 @@ struct CompleteTile {
 // What the loader would keep in registers if it had more of them.
 struct alignas(16) LoaderNotes {
     // What it needs for each step comes at once: shared memory is busy, and a read of it takes long.
-    int kv_tile_and_way, q_head, batch;
-    int end;   // of the run in hand: visits
+    int kv_tile_and_ways;  // the KV tile; whether the run goes back; the policy's way
+    int q_head, batch;
+    int end;   // the visit at which the run in hand ends
     int left;  // steps of the chain after it
     uint32_t chains;
 };
@@ -102,7 +103,7 @@ struct Config {
     static_assert(kKvRows == 64 * kMathWarpgroups, "each math warpgroup owns 64 KV rows");
     static_assert(kHeadDim == 64 || kHeadDim == 128);
 
-    // Rows of 128 bytes, swizzled: panels of 64 columns, as one TMA box writes them.
+    // Rows of 128 bytes, swizzled: panels of 64 columns, which one TMA box writes one after the other.
     using Panel = cute::GMMA::Layout_K_SW128_Atom<Element>;
     static constexpr int kPanelColumns = 64;
     static constexpr int kPanels = kHeadDim / kPanelColumns;

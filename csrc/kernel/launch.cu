@@ -186,7 +186,7 @@ int run(BackwardParams const& p) {
     args.grid = tile_grid(p);
     auto const type = p.element == Element::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
     auto const tiles = [&](char const* name, MatrixView const& view, int rows, int heads, int box_rows) {
-        return tensor_map(name, view, {p.head_dim, rows, heads, p.batch}, 64, box_rows, type, 2,
+        return tensor_map(name, view, {64, rows, p.head_dim / 64, heads, p.batch}, box_rows, type, 2,
                           CU_TENSOR_MAP_SWIZZLE_128B);
     };
     args.q = tiles("q", p.q, p.seqlen_q, p.heads_q, shape.q_rows);
@@ -198,7 +198,7 @@ int run(BackwardParams const& p) {
     args.dout_rows = tiles("dout", p.dout, p.seqlen_q, p.heads_q, kStatisticsRows);
     // Two rows of dQ are one row of four floats, and more that the map leaves out.
     MatrixView const pairs{p.dq.data, p.dq.batch_stride / 2, p.dq.row_stride, p.dq.head_stride / 2};
-    args.statistics = tensor_map("dq", pairs, {4, schedule::ceil_div(p.seqlen_q, 2), p.heads_q, p.batch}, 4,
+    args.statistics = tensor_map("dq", pairs, {4, schedule::ceil_div(p.seqlen_q, 2), 1, p.heads_q, p.batch},
                                  shape.q_rows / 2, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4, CU_TENSOR_MAP_SWIZZLE_NONE);
 
     args.q_tiles = args.grid.q_tiles();
@@ -207,9 +207,8 @@ int run(BackwardParams const& p) {
     args.batch = p.batch;
     args.heads_q = p.heads_q;
     args.heads_k = p.heads_k;
-    args.parts = query_head_parts(p, args.grid);
-    args.heads_per_part = p.heads_q / p.heads_k / args.parts;
-    args.chain_heads = p.batch * p.heads_k * args.parts;
+    args.parts = group_parts(p, args.grid);
+    args.chain_heads = p.batch * p.heads_k * args.parts.count;
     args.chains = args.chain_heads * args.grid.kv_tiles();
     args.ordered = p.ordered != 0;
     args.scale = p.softmax_scale;

@@ -28,7 +28,7 @@ struct Loader {
             for (notes.left = work.steps; notes.left > 0;) {
                 int visit = begin_run(work);
 #pragma unroll 1
-                while (load(visit, step)) ++visit, ++step;
+                while (load(visit, step)) ++step;
                 ++step;
                 // After the first query tile, whose stages are free before the last chain is done with its K and V.
                 if (notes.left == work.steps - 1) load_key_value(work, notes.chains);
@@ -60,36 +60,36 @@ struct Loader {
         work.claim = claim;
         schedule::Chain const chain = policy().chain(claim, args.chain_heads);
         work.kv_tile = chain.kv_tile;
-        work.steps = policy().visits(chain.kv_tile) * args.heads_per_part;
-        int const kv_head = chain.head / args.parts;
-        work.part = chain.head - kv_head * args.parts;
-        work.batch = kv_head / args.heads_k;
+        int const kv_head = schedule::quotient(chain.head, args.parts.count);
+        work.part = chain.head - kv_head * args.parts.count;
+        work.batch = schedule::quotient(kv_head, args.heads_k);
         work.kv_head = kv_head - work.batch * args.heads_k;
-        work.first_q_head = (work.kv_head * args.parts + work.part) * args.heads_per_part;
+        work.first_q_head = work.kv_head * args.parts.group + args.parts.begin(work.part);
+        work.steps = policy().visits(chain.kv_tile) * args.parts.size(work.part);
         prefetch_key_value(work);
         shared.chain_full[place.slot].arrive();
         return true;
     }
 
-    // The next visits in one head, [visit, end). The first one of a chain stands alone: K and V come behind it.
+    // The next visits in one head. The first one of a chain stands alone: K and V come behind it.
     __device__ int begin_run(Work const& work) {
         LoaderNotes& notes = shared.loader_notes;
-        int const done = work.steps - notes.left;
-        schedule::HeadRun const run = schedule::head_run(policy().heads(work.kv_tile, args.heads_per_part),
-                                                         args.heads_per_part, policy().visits(work.kv_tile), done);
-        notes.end = done == 0 ? 1 : run.end;
-        notes.left -= notes.end - run.visit;
-        notes.kv_tile_and_way = 2 * work.kv_tile + work.first_q_head % policy().ways();
+        int const done = work.steps - notes.left, heads = args.parts.size(work.part);
+        schedule::HeadRun const run =
+            schedule::head_run(policy().heads(work.kv_tile, heads), heads, policy().visits(work.kv_tile), done);
+        notes.end = done == 0 ? run.visit + run.by : run.end;
+        notes.left -= (notes.end - run.visit) * run.by;
+        notes.kv_tile_and_ways = 4 * work.kv_tile + (run.by < 0 ? 2 : 0) + (work.first_q_head & (policy().ways() - 1));
         notes.q_head = work.first_q_head + run.head;
         notes.batch = work.batch;
-        if (run.visit == 0) wait_for_statistics(work, notes.q_head);
+        if (run.enters) wait_for_statistics(work, notes.q_head);
         return run.visit;
     }
 
-    // Returns whether there are more visits in the run.
-    __device__ bool load(int visit, uint32_t step) {
+    // Goes on to the next visit, and returns whether it is one of the run.
+    __device__ bool load(int& visit, uint32_t step) {
         int4 const words = ptx::load_shared<int4>(cute::cast_smem_ptr_to_uint(&shared.loader_notes));
-        int const kv_tile = words.x >> 1, way = words.x & 1, q_head = words.y, batch = words.z;
+        int const kv_tile = words.x >> 2, way = words.x & 1, q_head = words.y, batch = words.z;
         int const q_tile = policy().visit(kv_tile, visit, way);
         int const rank = args.ordered ? policy().rank(kv_tile, q_tile, way) : -1;
         // All chains are fewer than 2^30, and so the query tiles than 2^31.
@@ -97,7 +97,8 @@ struct Loader {
         // dO first: its buffer is free earlier.
         load_dout(batch, q_head, q_tile, step);
         load_query(batch, kv_tile, q_head, {sum, q_tile, rank, policy().grid.contributors(q_tile)}, step);
-        return visit + 1 < words.w;
+        visit += 1 - (words.x & 2);
+        return visit != words.w;
     }
 
     // Waits until a slot is free, then claims. The next chain may be claimed while the running one is in
@@ -126,10 +127,10 @@ struct Loader {
     __device__ void load_key_value(Work const& work, uint32_t chain_count) {
         shared.k_empty.wait(chain_count & 1 ^ 1);
         shared.k_full.arrive_and_expect_tx(sizeof(shared.k));
-        load_tile<Config::kKvRows>(args.k, shared.k_full, shared.k, work.kv_tile, work.kv_head, work.batch);
+        load_box(args.k, shared.k_full, shared.k, work.kv_tile * Config::kKvRows, work.kv_head, work.batch);
         if (chain_count > 0) send_dv(chain_count - 1);
         shared.v_full.arrive_and_expect_tx(sizeof(shared.v));
-        load_tile<Config::kKvRows>(args.v, shared.v_full, shared.v, work.kv_tile, work.kv_head, work.batch);
+        load_box(args.v, shared.v_full, shared.v, work.kv_tile * Config::kKvRows, work.kv_head, work.batch);
     }
 
     // Waits for the dV of a chain, which takes V's place, and writes it, unless it went to a sum of parts that is not
@@ -138,23 +139,17 @@ struct Loader {
         shared.dv_full.wait(chain_count & 1);
         Work const& done = shared.work[chain_count % Config::kChainSlots];
         cutlass::arch::fence_view_async_shared();  // also for V, which is loaded over dV
-        if (done.part + 1 < args.parts) return;
-#pragma unroll
-        for (int panel = 0; panel < Config::kPanels; ++panel)
-            cute::SM90_TMA_STORE_4D::copy(&args.dv, shared.v + panel * Config::kKvRows * Config::kPanelColumns,
-                                          panel * Config::kPanelColumns, done.kv_tile * Config::kKvRows, done.kv_head,
-                                          done.batch);
+        if (done.part + 1 < args.parts.count) return;
+        cute::SM90_TMA_STORE_5D::copy(&args.dv, shared.v, 0, done.kv_tile * Config::kKvRows, 0, done.kv_head,
+                                      done.batch);
         ptx::bulk_commit();
         ptx::bulk_wait_read();
     }
 
     // Asks for K and V while the chain before is in flight: the memory takes longer than the L2 cache.
     __device__ void prefetch_key_value(Work const& work) {
-#pragma unroll
-        for (int panel = 0; panel < Config::kPanels; ++panel)
-            for (CUtensorMap const* map : {&args.k, &args.v})
-                cute::SM90_TMA_LOAD_4D::PREFETCH::copy(map, panel * Config::kPanelColumns,
-                                                       work.kv_tile * Config::kKvRows, work.kv_head, work.batch);
+        for (CUtensorMap const* map : {&args.k, &args.v})
+            cute::SM90_TMA_LOAD_5D::PREFETCH::copy(map, 0, work.kv_tile * Config::kKvRows, 0, work.kv_head, work.batch);
     }
 
     __device__ void load_query(int batch, int kv_tile, int q_head, StepSlot const& slot, uint32_t step) {
@@ -165,8 +160,8 @@ struct Loader {
         shared.q_tile[place.slot] = {slot.q_tile, masked};
         TransferBarrier& full = shared.q_full[place.slot];
         full.arrive_and_expect_tx(sizeof(shared.q[0]) + sizeof(shared.statistics[0]));
-        load_tile<Config::kQRows>(args.q, full, shared.q[place.slot], slot.q_tile, q_head, batch);
-        load_box(args.statistics, full, shared.statistics[place.slot], 0, slot.q_tile * (Config::kQRows / 2), q_head,
+        load_box(args.q, full, shared.q[place.slot], slot.q_tile * Config::kQRows, q_head, batch);
+        load_box(args.statistics, full, shared.statistics[place.slot], slot.q_tile * (Config::kQRows / 2), q_head,
                  batch);
     }
 
@@ -175,23 +170,14 @@ struct Loader {
         shared.dout_empty[place.slot].wait(place.parity ^ 1);
         TransferBarrier& full = shared.dout_full[place.slot];
         full.arrive_and_expect_tx(sizeof(shared.dout[0]));
-        load_tile<Config::kQRows>(args.dout, full, shared.dout[place.slot], q_tile, q_head, batch);
+        load_box(args.dout, full, shared.dout[place.slot], q_tile * Config::kQRows, q_head, batch);
     }
 
     // A tile arrives as panels of 64 columns. Rows past the end of the tensor are filled with zeros.
-    template <int kRows>
-    __device__ void load_tile(CUtensorMap const& map, TransferBarrier& full, Element* target, int tile, int head,
-                              int batch) {
-#pragma unroll
-        for (int panel = 0; panel < Config::kPanels; ++panel)
-            load_box(map, full, target + panel * kRows * Config::kPanelColumns, panel * Config::kPanelColumns,
-                     tile * kRows, head, batch);
-    }
-
-    __device__ void load_box(CUtensorMap const& map, TransferBarrier& full, void* target, int column, int row, int head,
+    __device__ void load_box(CUtensorMap const& map, TransferBarrier& full, void* target, int row, int head,
                              int batch) {
         constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
-        cute::SM90_TMA_LOAD_4D::copy(&map, reinterpret_cast<uint64_t*>(&full), kHint, target, column, row, head, batch);
+        cute::SM90_TMA_LOAD_5D::copy(&map, reinterpret_cast<uint64_t*>(&full), kHint, target, 0, row, 0, head, batch);
     }
 
     __device__ void prefetch_descriptors() {

@@ -199,14 +199,14 @@ struct Math {
             warpgroup_fence_operand(dv);
             release(shared.q_empty[QPlace(step - 1).slot]);
             release(shared.k_empty);
-            if (args.parts > 1) {
+            if (args.parts.count > 1) {
                 empty_dq_stage(step, kNotFree, dq_address());
                 empty_dq_stage(step + 1, kNotFree, dq_address());
                 sync_math();  // what follows uses the buffers in another order
-                PartSum<Config>(shared, warpgroup(), work.part + 1 == args.parts, step).pass(dk, dv);
+                PartSum<Config>(shared, warpgroup(), work.part + 1 == args.parts.count, step).pass(dk, dv);
             }
             hand_over(dv);
-            if (work.part + 1 == args.parts) store_dk(work, dk);
+            if (work.part + 1 == args.parts.count) store_dk(work, dk);
             release(shared.chain_empty[chain_count % Config::kChainSlots]);
         }
         empty_dq_stage(step, kNotFree, dq_address());

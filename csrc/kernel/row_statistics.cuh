@@ -82,16 +82,11 @@ struct RowStatistics {
         auto& full = desk.full[slot];
         full.arrive_and_expect_tx(2 * kTensorBytes);
         constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
-#pragma unroll
-        for (int panel = 0; panel < Config::kPanels; ++panel) {
-            int const column = panel * Config::kPanelColumns, row = tile.first_row + stage * kRows;
-            cute::SM90_TMA_LOAD_4D::copy(&args.out_rows, reinterpret_cast<uint64_t*>(&full), kHint,
-                                         rows[slot][0] + panel * kRows * Config::kPanelColumns, column, row,
-                                         tile.q_head, tile.batch);
-            cute::SM90_TMA_LOAD_4D::copy(&args.dout_rows, reinterpret_cast<uint64_t*>(&full), kHint,
-                                         rows[slot][1] + panel * kRows * Config::kPanelColumns, column, row,
-                                         tile.q_head, tile.batch);
-        }
+        int const row = tile.first_row + stage * kRows;
+        cute::SM90_TMA_LOAD_5D::copy(&args.out_rows, reinterpret_cast<uint64_t*>(&full), kHint, rows[slot][0], 0, row,
+                                     0, tile.q_head, tile.batch);
+        cute::SM90_TMA_LOAD_5D::copy(&args.dout_rows, reinterpret_cast<uint64_t*>(&full), kHint, rows[slot][1], 0, row,
+                                     0, tile.q_head, tile.batch);
     }
 
     // This lane's row of a stage, and whether there is one. Worked out where it is needed: registers are few.

@@ -28,23 +28,24 @@ inline auto encode_tensor_map() {
 }
 
 struct Extent {
-    int columns, rows, heads, batch;
+    int columns, rows, panels, heads, batch;
 };
 
-// A map for boxes of `box_rows` x `box_columns` of one head. Strides count elements of `element_bytes`.
-inline CUtensorMap tensor_map(char const* name, MatrixView const& view, Extent const& extent, int box_columns,
-                              int box_rows, CUtensorMapDataType type, int element_bytes, CUtensorMapSwizzle swizzle) {
-    cuuint64_t const sizes[] = {cuuint64_t(extent.columns), cuuint64_t(extent.rows), cuuint64_t(extent.heads),
-                                cuuint64_t(extent.batch)};
+// A map for boxes of `box_rows` rows of one head: panels of `columns` columns, one after the other. Its dimensions are
+// (column, row, panel, head, batch). Strides count elements of `element_bytes`.
+inline CUtensorMap tensor_map(char const* name, MatrixView const& view, Extent const& extent, int box_rows,
+                              CUtensorMapDataType type, int element_bytes, CUtensorMapSwizzle swizzle) {
+    cuuint64_t const sizes[] = {cuuint64_t(extent.columns), cuuint64_t(extent.rows), cuuint64_t(extent.panels),
+                                cuuint64_t(extent.heads), cuuint64_t(extent.batch)};
     // The stride of a dimension of size one is never used, but it has to be valid.
     auto const bytes = [&](int64_t stride, int size) { return size > 1 ? cuuint64_t(stride * element_bytes) : 16; };
-    cuuint64_t const strides[] = {bytes(view.row_stride, extent.rows), bytes(view.head_stride, extent.heads),
-                                  bytes(view.batch_stride, extent.batch)};
-    cuuint32_t const box[] = {cuuint32_t(box_columns), cuuint32_t(box_rows), 1, 1};
-    cuuint32_t const steps[] = {1, 1, 1, 1};
+    cuuint64_t const strides[] = {bytes(view.row_stride, extent.rows), bytes(extent.columns, extent.panels),
+                                  bytes(view.head_stride, extent.heads), bytes(view.batch_stride, extent.batch)};
+    cuuint32_t const box[] = {cuuint32_t(extent.columns), cuuint32_t(box_rows), cuuint32_t(extent.panels), 1, 1};
+    cuuint32_t const steps[] = {1, 1, 1, 1, 1};
     CUtensorMap map;
     CUresult const status =
-        encode_tensor_map()(&map, type, 4, view.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+        encode_tensor_map()(&map, type, 5, view.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
                             swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (status != CUDA_SUCCESS)
         throw std::invalid_argument(std::string(name) + ": the driver refuses its tensor map (error " +

@@ -31,7 +31,7 @@ struct Writer {
 #pragma unroll 1
             for (; use < end; ++use)
                 if (is_mine(use)) write_tile(use);
-            if (args.parts > 1)
+            if (args.parts.count > 1)
 #pragma unroll 1
                 for (int half = 0; half < kPartPieces; ++half)
                     if (is_mine(use + half)) pass_part(half, use + half);
@@ -137,7 +137,7 @@ struct Writer {
                 ptx::fence_proxy_async_global();
             }
             float* const sum = args.dkv_sum + int64_t(piece) * Config::kPartFloats;
-            if (work().part + 1 == args.parts) {
+            if (work().part + 1 == args.parts.count) {
                 cutlass::arch::fence_view_async_shared();  // what was staged here before may have gone nowhere
                 sum_full.arrive_and_expect_tx(kBytes);
                 cute::SM90_BULK_COPY_G2S::copy(sum, reinterpret_cast<uint64_t*>(&sum_full), shared.dq[writer()],

@@ -16,17 +16,19 @@ namespace dash::lab {
 
 struct Chains {
     int kv_tiles, q_tiles;
-    int group;                   // query heads that a chain walks
-    int together;                // in which sequence: see schedule/head_order.h
-    std::vector<int> split;      // by KV tile: the same
-    std::vector<int> head;       // by claim: which head, counted in chains
-    std::vector<int> kv_tile;    // by claim
+    std::vector<int> q_heads;  // by head: the first query head that its chains walk; and at the end, how many there are
+    int together;              // in which sequence: see schedule/head_order.h
+    bool turns;                // the same
+    std::vector<int> split;    // by KV tile: the same
+    std::vector<int> head;     // by claim: which head, counted in chains
+    std::vector<int> kv_tile;  // by claim
     std::vector<int> cycle_end;  // by claim: the first claim after the chains that may wait for it
     std::vector<int> way;        // by head: which of the tables below it goes by
     std::vector<int> visit;      // (ways, kv_tiles, q_tiles): the query tile of each step, -1 after the last
     std::vector<int> rank;       // (ways, kv_tiles, q_tiles): -1 where the two do not meet
 
     int claims() const { return int(head.size()); }
+    int group(int claim) const { return q_heads[head[claim] + 1] - q_heads[head[claim]]; }
     int64_t row(int way, int kv) const { return (int64_t(way) * kv_tiles + kv) * q_tiles; }
     int visits(int way, int kv) const {
         auto const begin = visit.begin() + row(way, kv);
@@ -118,15 +120,15 @@ class Simulator {
         int tasks = 0;
         for (int claim = 0; claim < chains.claims(); ++claim) {
             int const kv = chains.kv_tile[claim], way = chains.way[chains.head[claim]];
-            int const visits = chains.visits(way, kv);
+            int const visits = chains.visits(way, kv), group = chains.group(claim);
             first_task.push_back(tasks);
-            open_tasks.push_back(visits * chains.group);
-            for (int i = 0; i < visits * chains.group; ++i, ++tasks) {
-                schedule::HeadRun const stop =
-                    schedule::head_run({chains.together, chains.split[kv]}, chains.group, visits, i);
+            open_tasks.push_back(visits * group);
+            for (int i = 0; i < visits * group; ++i, ++tasks) {
+                schedule::HeadRun const run =
+                    schedule::head_run({chains.together, chains.split[kv], chains.turns}, group, visits, i);
                 line.claim.push_back(claim);
-                line.q_head.push_back(chains.head[claim] * chains.group + stop.head);
-                line.q_tile.push_back(chains.visit[chains.row(way, kv) + stop.visit]);
+                line.q_head.push_back(chains.q_heads[chains.head[claim]] + run.head);
+                line.q_tile.push_back(chains.visit[chains.row(way, kv) + run.visit]);
             }
         }
         first_task.push_back(tasks);
@@ -145,9 +147,7 @@ class Simulator {
     }
 
     void order_reductions() {
-        int heads = 0;
-        for (int head : chains.head) heads = std::max(heads, head + 1);
-        int64_t const sums = int64_t(heads) * chains.group * chains.q_tiles;
+        int64_t const sums = int64_t(chains.q_heads.back()) * chains.q_tiles;
         sum_begin.assign(sums + 1, 0);
         for (size_t task = 0; task < line.claim.size(); ++task) ++sum_begin[sum_of(int(task)) + 1];
         for (int64_t sum = 0; sum < sums; ++sum) sum_begin[sum + 1] += sum_begin[sum];

@@ -62,11 +62,12 @@ struct CyclicGroups {
     // Claims in groups: for each group, for each head of the block, its members. A group is contiguous,
     // so that as many resident CTAs as it has members are enough for progress.
     DASH_HD Chain chain(int claim, int heads_in_block) const {
-        int const group = claim / (group_size * heads_in_block);
+        int const group = quotient(claim, group_size * heads_in_block);
         int const begin = group * group_size;
         int const rest = claim - begin * heads_in_block;
         int const size = size_at(begin);
-        return {rest / size, begin + rest % size};
+        int const head = quotient(rest, size);
+        return {head, begin + rest - head * size};
     }
 
     // The first claim after the cycle that `claim` belongs to.
@@ -80,7 +81,8 @@ struct CyclicGroups {
 // Heads are issued in blocks of nearly equal size, each of several chips' worth of first chains: the chains
 // that follow them, longest first, then even out what an unfortunate number of chains leaves over.
 DASH_HD int heads_per_block(int heads, int first_chains_per_head) {
-    return ceil_div(heads, max_of(1, heads * first_chains_per_head / (3 * kChainsThatFillAChip)));
+    int const blocks = max_of(1, heads * first_chains_per_head / (3 * kChainsThatFillAChip));
+    return quotient(heads + blocks - 1, blocks);
 }
 
 // The block that a claim belongs to.
@@ -91,7 +93,7 @@ struct HeadBlock {
     int claim;  // counted from first_claim
 
     DASH_HD HeadBlock(int claim_, int heads_, int heads_per_block, int chains_per_head) {
-        first_head = claim_ / (heads_per_block * chains_per_head) * heads_per_block;
+        first_head = quotient(claim_, heads_per_block * chains_per_head) * heads_per_block;
         heads = min_of(heads_per_block, heads_ - first_head);
         first_claim = first_head * chains_per_head;
         claim = claim_ - first_claim;

@@ -26,9 +26,12 @@ struct Descending {
     DASH_HD int visits(int kv_tile) const { return grid.q_tiles() - grid.first_query(kv_tile); }
     DASH_HD int visit(int /*kv_tile*/, int step, int /*way*/) const { return grid.q_tiles() - 1 - step; }
     DASH_HD int rank(int kv_tile, int /*q_tile*/, int /*way*/) const { return kv_tile; }
-    DASH_HD HeadOrder heads(int kv_tile, int group) const { return {group, visits(kv_tile)}; }
+    DASH_HD HeadOrder heads(int kv_tile, int group) const { return {group, visits(kv_tile), false}; }
 
-    DASH_HD Chain chain(int claim, int /*heads*/) const { return {claim / grid.kv_tiles(), claim % grid.kv_tiles()}; }
+    DASH_HD Chain chain(int claim, int /*heads*/) const {
+        int const head = quotient(claim, grid.kv_tiles());
+        return {head, claim - head * grid.kv_tiles()};
+    }
     DASH_HD int cycle_end(int claim, int /*heads*/) const { return claim + 1; }
     DASH_HD int slot(int kv_tile) const { return kv_tile; }
     DASH_HD int resident_ctas_needed() const { return 1; }

@@ -22,13 +22,13 @@ struct OppositeHeads {
 
     DASH_HD Chain chain(int claim, int heads) const {
         int const block = heads_per_block(heads);
-        int const first = claim / (block * kv_tiles) * block;
+        int const first = quotient(claim, block * kv_tiles) * block;
         int const in_block = min_of(block, heads - first), even = (in_block + 1) / 2;
         int place = claim - first * kv_tiles;
         int const way = place < even * kv_tiles ? 0 : 1;
         if (way == 1) place -= even * kv_tiles;
         int const width = way == 0 ? even : in_block - even;
-        int const row = place / width;
+        int const row = quotient(place, width);
         return {first + 2 * (place - row * width) + way, way == 0 ? kv_tiles - 1 - row : row};
     }
 
@@ -36,7 +36,8 @@ struct OppositeHeads {
     // Blocks of nearly equal size: a small one at the end would leave SMs idle.
     DASH_HD int heads_per_block(int heads) const {
         int const all = ceil_div(heads, 2);
-        return 2 * ceil_div(all, max_of(1, all / pairs));
+        int const blocks = max_of(1, quotient(all, pairs));
+        return 2 * quotient(all + blocks - 1, blocks);
     }
 };
 

@@ -74,19 +74,20 @@ struct Shift {
     }
 
     // Without a mask all chains have equally many visits, and are in step whatever the order. Chains that climb are
-    // ahead of those who wait for them.
+    // ahead of those who wait for them; at the top they are the closest together, and there they turn.
     DASH_HD HeadOrder heads(int kv_tile, int group) const {
-        return {grid.causal && !climbs ? group : 1, visits(kv_tile)};
+        return {grid.causal && !climbs ? group : 1, visits(kv_tile), climbs};
     }
 
     DASH_HD Chain chain(int claim, int heads) const {
         if (opposite) return pairs.chain(claim, heads);
         HeadBlock const block(claim, heads, heads_per_block(heads, chains_at_first()), grid.kv_tiles());
         if (climbs) {
-            int const begin = band_begin(block.claim / block.heads);
+            int const begin = band_begin(quotient(block.claim, block.heads));
             int const size = band_end(begin) - begin;
             int const place = block.claim - begin * block.heads;
-            return {block.first_head + place / size, begin + size - 1 - place % size};
+            int const head = quotient(place, size);
+            return {block.first_head + head, begin + size - 1 - (place - head * size)};
         }
         Chain const c = cycle.chain(block.claim, block.heads);
         return {block.first_head + c.head, c.kv_tile};

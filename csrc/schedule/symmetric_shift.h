@@ -58,7 +58,7 @@ struct SymmetricShift {
 
     // The rectangle, in which all are in step, head by head; then the rest of the chain in the same way.
     DASH_HD HeadOrder heads(int kv_tile, int /*group*/) const {
-        return {1, kv_tile < lower ? cycle.span : visits(kv_tile)};
+        return {1, kv_tile < lower ? cycle.span : visits(kv_tile), false};
     }
 
     DASH_HD Chain chain(int claim, int heads) const {
@@ -68,7 +68,8 @@ struct SymmetricShift {
             Chain const c = cycle.chain(block.claim, block.heads);
             return {block.first_head + c.head, c.kv_tile};
         }
-        return {block.first_head + upper_claim % block.heads, lower + upper_claim / block.heads};
+        int const row = quotient(upper_claim, block.heads);
+        return {block.first_head + upper_claim - row * block.heads, lower + row};
     }
     DASH_HD int cycle_end(int claim, int heads) const {
         HeadBlock const block(claim, heads, block_size(heads), grid.kv_tiles());

@@ -8,6 +8,20 @@ DASH_HD int min_of(int a, int b) { return a < b ? a : b; }
 DASH_HD int max_of(int a, int b) { return a > b ? a : b; }
 DASH_HD int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
+// n / d for 0 <= n < 2^30, 0 < d. On the GPU in a fraction of the time that the operator takes there: a chain's claim
+// asks for a dozen of them. The estimate is off by one at most, unless the quotient is in the millions.
+DASH_HD int quotient(int n, int d) {
+#ifdef __CUDA_ARCH__
+    int q = int(__fdividef(float(n), float(d)));
+    int rest = n - q * d;
+    for (; rest < 0; rest += d) --q;
+    for (; rest >= d; rest -= d) ++q;
+    return q;
+#else
+    return n / d;
+#endif
+}
+
 // Which KV tiles meet which query tiles in one head.
 //
 // Query r sees key c when c < seqlen_k and, under a causal mask, c <= r + (seqlen_k - seqlen_q): the

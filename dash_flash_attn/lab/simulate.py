@@ -188,7 +188,7 @@ def lower_bound(
     # In the pipelined model only the last reduction of all is sure to be seen.
     per_task = costs.compute + (costs.reduce if model == "paper" else 0.0)
     tail = 0.0 if model == "paper" else costs.reduce
-    visits = ((plan.visit_table >= 0).sum(2) * plan.group)[plan.way].ravel()
+    visits = ((plan.visit_table >= 0).sum(2)[plan.way] * np.diff(plan.q_heads)[:, None]).ravel()
     chains = np.sort(visits[visits > 0] * per_task + costs.chain)[::-1]
     if len(chains) == 0:
         return 0.0

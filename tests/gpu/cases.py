@@ -9,7 +9,7 @@ from torch import Tensor
 from dash_flash_attn.schedule import SCHEDULES
 
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 255, 257, 1000, 1024, 2049, 4097)
-HEADS = ((4, 4), (8, 2), (8, 1))  # query heads, KV heads: ratios 1, 4 and 8
+HEADS = ((4, 4), (8, 2), (8, 1), (3, 3), (7, 1))  # query heads, KV heads: pairs or not, groups of 4, 8 and 7
 
 
 class Case(NamedTuple):
@@ -54,7 +54,7 @@ def grid(unequal: int) -> list[Case]:
     rng = random.Random(0)
     dtypes = (torch.bfloat16, torch.float16)
     cases = [
-        Case(n, n, *HEADS[i % 3], head_dim, dtypes[i % 2], causal)
+        Case(n, n, *HEADS[i % 5], head_dim, dtypes[i % 2], causal)
         for causal in (False, True)
         for head_dim in (64, 128)
         for i, n in enumerate(LENGTHS, start=causal + head_dim // 64)

@@ -44,7 +44,7 @@ def test_a_turn_that_never_comes_ends_in_an_error(waits_at: str) -> None:
     # It ends with a word for each query tile and head, four for each KV tile and KV head, two of claims and
     # one for each head.
     grid = Schedule("shift", 300, 300, 128, True).grid
-    assert _native.query_head_parts(16, 1, grid, 128, False) == 2  # or KV tiles would wait for nobody
+    assert _native.part_sizes(16, 1, grid, 128, False) == [8, 8]  # or KV tiles would wait for nobody
     sizes = dict(query=16 * grid.q_tiles(), KV=4 * grid.kv_tiles(), claims=2, statistics=16)
     words = workspace.view(torch.int32)[-sum(sizes.values()) :].split(list(sizes.values()))
     words[list(sizes).index({waits_at!r})].fill_(-1)
