@@ -81,14 +81,12 @@ class _Policy:
     @property
     def turns(self) -> bool:
         """Whether a chain walks every other head of a group back, from its last visit to its first."""
-    def completes(
-        self, heads: int, ctas: int, claim_ahead: bool = True, parts: Sequence[int] = (1,)
-    ) -> bool:
+    def completes(self, heads: int, ctas: int, claim_ahead: bool = True, parts: Sequence[int] = (1,)) -> bool:
         """Whether `ctas` CTAs run all chains to the end, claiming as the kernel does. False: a deadlock.
 
         With claim_ahead a CTA claims its next chain while one runs, where the policy allows it. As many
-        neighbouring heads as there are `parts` belong to one KV head, and end their chains in turn; each walks
-        as many query heads as its part says.
+        neighbouring heads as there are `parts` belong to one KV head, and end their chains in turn; each
+        walks as many query heads as its part says.
         """
 
 def heads_in_pairs(heads_q: int, heads_k: int) -> bool:

@@ -98,8 +98,9 @@ def backward(
         # A chain walks the query heads of its part of the group; dK and dV are summed part after part.
         for size in _native.part_sizes(heads_q, heads_k, grid, q.shape[3], policy.waits_in_line):
             part = (*mine, slice(begin, begin + size))
+            inputs = doh[part], qh[part], kh[mine], vh[mine], lse_h[part], delta[part]
             # Contiguous, since a product's bits may depend on the strides.
-            inputs = (x.contiguous() for x in (doh[part], qh[part], kh[mine], vh[mine], lse_h[part], delta[part]))
+            inputs = tuple(x.contiguous() for x in inputs)
             tasks = tasks_in_order(policy, grid, size, way)
             dqh[part], dk_part, dv_part = _chains(*inputs, grid, tasks, softmax_scale, q.dtype)
             dk[mine] = dk_part if begin == 0 else dk[mine] + dk_part

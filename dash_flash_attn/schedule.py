@@ -376,7 +376,8 @@ def _write_out(policy: _native.Policy, parts: Sequence[int], heads_per_block: in
     cycle = np.empty(kv_tiles, np.int32)
     cycle[policy.chain_table(1)[:, 1]] = [policy.cycle_end(claim, 1) for claim in range(kv_tiles)]
     return Plan(
-        policy.name, policy.grid, np.cumsum([0, *parts], dtype=np.int32), chain_table, np.arange(num_heads, dtype=np.int32) % ways,
+        policy.name, policy.grid, np.cumsum([0, *parts], dtype=np.int32), chain_table,
+        np.arange(num_heads, dtype=np.int32) % ways,
         np.stack([policy.visit_table(w) for w in range(ways)]),
         np.stack([policy.rank_table(w) for w in range(ways)]),
         np.unique(cycle, return_inverse=True)[1].astype(np.int32), policy.heads_together(max(parts)),

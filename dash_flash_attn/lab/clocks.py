@@ -7,39 +7,34 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-ROUNDS = 7
+ROUNDS = 5
 
 Run = Callable[[], Any]
 Clock = Callable[[Run], float]
 """Takes a call, and returns what it lasts on the GPU, in milliseconds."""
 
 
-def short_median(run: Run, milliseconds: float = 20.0) -> float:
-    """The median time of so many milliseconds of calls, three to forty of them, each with a cold L2 cache.
+def short_median(run: Run) -> float:
+    """The median time of some 25 ms of calls, each with a cold L2 cache. Milliseconds.
 
-    A call that is not timed, and one that says how many there are to be, go before: few calls that do not
-    count, so that there can be many short bursts in turns, which is what makes small differences visible
-    (docs/performance.md, "The chip's power").
+    triton's do_bench where there is triton, else `few_calls`.
     """
-    run()
-    (estimate,) = _timed(run, 1)
-    return statistics.median(_timed(run, min(40, max(3, int(milliseconds / max(estimate, 1e-3))))))
+    try:
+        from triton.testing import do_bench
+    except ImportError:
+        return few_calls(run, calls=9)
+    return do_bench(run, warmup=5, rep=25, return_mode="median")
 
 
 def few_calls(run: Run, calls: int = 2) -> float:
     """The median time of a few calls, each with a cold L2 cache, after one that is not timed. Milliseconds.
 
-    For calls of tens of milliseconds.
+    For calls of tens of milliseconds, of which do_bench would make six before the first that counts.
     """
-    run()
-    return statistics.median(_timed(run, calls))
-
-
-def _timed(run: Run, calls: int) -> list[float]:
-    """Milliseconds of so many calls on the GPU, each with a cold L2 cache."""
     import torch
 
     l2_cache = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")  # several times an L2 cache
+    run()
     pairs = []
     for _ in range(calls):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -49,7 +44,7 @@ def _timed(run: Run, calls: int) -> list[float]:
         end.record()
         pairs.append((start, end))
     torch.cuda.synchronize()
-    return [start.elapsed_time(end) for start, end in pairs]
+    return statistics.median(start.elapsed_time(end) for start, end in pairs)
 
 
 def turns(names: Sequence[str], rounds: int = ROUNDS) -> Iterator[str]:

@@ -14,8 +14,8 @@ H200_SMS = 132
 # benchmarks/results/backward.json; the fit is benchmarks/results/calibration.json. What it says well is
 # compute, chain and the hop reduce + signal; how the hop splits into its two parts it hardly says.
 H200_COSTS = {
-    64: Costs(compute=2.373, reduce=0.729, signal=1.469, chain=4.33),
-    128: Costs(compute=2.145, reduce=0.024, signal=1.934, chain=8.39),
+    64: Costs(compute=2.272, reduce=0.453, signal=2.160, chain=4.72),
+    128: Costs(compute=2.191, reduce=0.004, signal=2.071, chain=7.80),
 }
 
 
