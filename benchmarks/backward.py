@@ -57,7 +57,9 @@ def measure_cell(
         except Exception as error:
             rows[system.name]["error"] = harness.one_line(error)
             harness.check_gpu()
-    times, errors = harness.interleaved({MATMUL: matmul or harness.matmul(), **runs}, clock, rounds)
+    times, errors = harness.interleaved(
+        {MATMUL: matmul or harness.matmul(), **runs}, clock, rounds, cell_name(shape)
+    )
     if MATMUL in errors:
         raise RuntimeError(f"{MATMUL}: {errors[MATMUL]}")
     for name in runs:

@@ -321,7 +321,7 @@ def measure_cell(
             rows[system.name]["error"] = harness.one_line(error)
             harness.check_gpu()
     if runs:
-        times, errors = harness.interleaved(runs, clock, rounds)
+        times, errors = harness.interleaved(runs, clock, rounds, f"{cell.model.name}, {cell.seqlen}")
         for name, ms in times.items():
             rows[name] |= {"ms": statistics.median(ms), "round_ms": [round(t, 4) for t in ms]}
         for name, error in errors.items():

@@ -37,9 +37,9 @@ Cell = TypeVar("Cell")
 
 
 def interleaved(
-    runs: Mapping[str, Run], clock: Clock, rounds: int = ROUNDS
+    runs: Mapping[str, Run], clock: Clock, rounds: int = ROUNDS, seed: str = ""
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Times calls in `turns`.
+    """Times calls in `turns`, whose order is that of `seed`.
 
     Returns:
         The milliseconds of each call in each round, and the errors of those that failed, which leave the
@@ -47,7 +47,7 @@ def interleaved(
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
     errors: dict[str, str] = {}
-    for name in turns(list(runs), rounds):
+    for name in turns(list(runs), rounds, seed):
         if name in errors:
             continue
         try:

@@ -94,21 +94,27 @@ ACCEPTED_BITS = ACCEPTED[1]["bits"]
 # The harness.
 
 
-def test_each_round_times_all_in_another_order():
-    orders = []
-    for _ in range(2):
+@pytest.mark.parametrize("names", ["ab", "abc", "abcdefgh", "abcdefghijk"])
+@pytest.mark.parametrize("count", [1, 5, 12])
+def test_each_round_times_all_in_another_order(names, count):
+    def order(seed):
         order = []
         times, errors = harness.interleaved(
-            {n: lambda n=n: n for n in "abcdefgh"}, lambda run, order=order: order.append(run()) or 1, 5
+            {n: lambda n=n: n for n in names}, lambda run: order.append(run()) or 1, count, seed
         )
-        assert times == {n: [1] * 5 for n in "abcdefgh"} and errors == {}
-        orders.append("".join(order))
-    assert orders[0] == orders[1]
-    rounds = [orders[0][i : i + 8] for i in range(0, 40, 8)]
-    assert all(sorted(r) == list("abcdefgh") for r in rounds) and len(set(rounds)) == 5
-    for name in "abcdefgh":
-        before = [r[r.index(name) - 1] for r in rounds if r[0] != name]
-        assert len(set(before)) >= 3, "as good as always behind the same one"
+        assert times == {n: [1] * count for n in names} and errors == {}
+        return "".join(order)
+
+    found = order("cell")
+    assert found == order("cell") and len({order(f"cell {i}") for i in range(50)}) > 1
+    rounds = [found[i : i + len(names)] for i in range(0, len(found), len(names))]
+    assert all(sorted(r) == list(names) for r in rounds)
+    even = len(names) + len(names) % 2
+    assert len(set(rounds)) == min(count, even)
+    for name in names:
+        before = [r[r.index(name) - 1] for r in rounds[:even] if r[0] != name]
+        # Behind each of the others once at the most; where a place is left out, behind one of them twice.
+        assert len(set(before)) >= len(before) - len(names) % 2
 
 
 def test_a_system_that_fails_leaves_the_rounds():
@@ -320,7 +326,8 @@ def test_a_cell_of_the_sweep():
     chosen = [*map(systems.our_system, names), *systems.peer_systems(["fa3"], None)]
     # The clock falls, the ratio to the matmul stays.
     first = {harness.MATMUL: 1.0, "shift": 2.0, "symmetric_shift": 3.0, "unordered": 4.0}
-    clock = iter([first[name] * (1 + i // 4) for i, name in enumerate(clocks.turns(list(first), 3))])
+    order = clocks.turns(list(first), 3, cell_name(SMALL))
+    clock = iter([first[name] * (1 + i // 4) for i, name in enumerate(order)])
     rows = backward.measure_cell(
         SMALL, chosen, 3, clock=lambda run: (run(), next(clock))[1], matmul=lambda: None, device="cpu"
     )

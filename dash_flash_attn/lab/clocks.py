@@ -8,6 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 ROUNDS = 5
+LEAD_IN_MS = 100
+"""For so long a call is made before it is timed: what the chip did before shows for some time.
+
+After 20 ms it was 6 % behind a large matmul and -3 % behind calls that mostly wait (docs/performance.md).
+"""
 
 Run = Callable[[], Any]
 Clock = Callable[[Run], float]
@@ -15,7 +20,7 @@ Clock = Callable[[Run], float]
 
 
 def short_median(run: Run) -> float:
-    """The median time of some 25 ms of calls, each with a cold L2 cache. Milliseconds.
+    """The median time of some 25 ms of calls with a cold L2 cache, after LEAD_IN_MS of calls. Milliseconds.
 
     triton's do_bench where there is triton, else `few_calls`.
     """
@@ -23,7 +28,7 @@ def short_median(run: Run) -> float:
         from triton.testing import do_bench
     except ImportError:
         return few_calls(run, calls=9)
-    return do_bench(run, warmup=5, rep=25, return_mode="median")
+    return do_bench(run, warmup=LEAD_IN_MS, rep=25, return_mode="median")
 
 
 def few_calls(run: Run, calls: int = 2) -> float:
@@ -47,12 +52,23 @@ def few_calls(run: Run, calls: int = 2) -> float:
     return statistics.median(start.elapsed_time(end) for start, end in pairs)
 
 
-def turns(names: Sequence[str], rounds: int = ROUNDS) -> Iterator[str]:
-    """The names of calls, round after round, each round in another order, the same ones every time.
+def turns(names: Sequence[str], rounds: int = ROUNDS, seed: str = "") -> Iterator[str]:
+    """The names of calls, round after round, each round in another order, the same ones for the same seed.
 
     The chip's clock falls while it works, so that times of different minutes, or of different places in a
     row, say nothing about each other, and a call is the faster the less the chip was doing just before. So
-    every call is timed in every round, and has another place and other neighbours there.
+    every call is timed in every round, and has another place there, behind another one: an even number of
+    calls, in as many rounds, follow each other once each (E. J. Williams, 1949). Each cell of a sweep had
+    better give a seed of its own, or one call is behind a slow one in all of them.
     """
+    rng = random.Random(seed)
+    deck: list[str | None] = [*rng.sample(names, len(names))]
+    if len(deck) % 2:
+        deck.append(None)  # a place that is left out
+    zigzag = [place // 2 if place % 2 == 0 else -1 - place // 2 for place in range(len(deck))]
+    shifts = rng.sample(range(len(deck)), len(deck))
     for number in range(rounds):
-        yield from random.Random(number).sample(names, len(names))
+        for place in zigzag:
+            name = deck[(place + shifts[number % len(deck)]) % len(deck)]
+            if name is not None:
+                yield name
