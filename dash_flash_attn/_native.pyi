@@ -120,6 +120,7 @@ def simulate(
     *,
     chain_table: NDArray[np.int32],
     cycle_end: NDArray[np.int32],
+    way: NDArray[np.int32],
     visit_table: NDArray[np.int32],
     rank_table: NDArray[np.int32],
     q_heads: NDArray[np.int32],
@@ -145,10 +146,15 @@ def simulate(
 def tile_shape(head_dim: int) -> tuple[int, int]:
     """(queries, keys) a tile. ValueError unless positive."""
 
-def query_head_parts(heads_q: int, heads_k: int, grid: TileGrid, head_dim: int, waits_in_line: bool) -> int:
-    """How many CTAs share the query heads of one KV head. ValueError unless heads_k divides heads_q.
+def call_grid(
+    seqlen_q: int, seqlen_k: int, heads_q: int, heads_k: int, head_dim: int, causal: bool
+) -> TileGrid:
+    """The tiles of one head in a backward call. ValueError for sizes that are no call's."""
 
-    `waits_in_line` is what the schedule's policy says.
+def part_sizes(heads_q: int, heads_k: int, grid: TileGrid, head_dim: int, waits_in_line: bool) -> list[int]:
+    """How many query heads each of the CTAs walks that share those of one KV head.
+
+    `waits_in_line` is what the schedule's policy says. ValueError unless heads_k divides heads_q.
     """
 
 def workspace_bytes(

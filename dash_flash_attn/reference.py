@@ -150,14 +150,8 @@ def tasks_in_order(policy, grid, group: int, way: int = 0) -> Iterator[tuple[int
             raise RuntimeError(f"the schedule {policy} stalls with {left} tasks left")
 
 
-def _grid(q: Tensor, k: Tensor, causal: bool):
-    return _native.TileGrid(
-        q.shape[1],
-        k.shape[1],
-        *_native.tile_shape(q.shape[3]),
-        causal,
-        _native.heads_in_pairs(q.shape[2], k.shape[2]),
-    )
+def _grid(q: Tensor, k: Tensor, causal: bool) -> _native.TileGrid:
+    return _native.call_grid(q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], causal)
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -360,8 +360,7 @@ def plan_call(
 
     Raises ValueError for an unknown name, a size that is not positive, or heads_k that don't divide heads_q.
     """
-    paired = _native.heads_in_pairs(heads_q, heads_k)
-    policy = Schedule(schedule, seqlen_q, seqlen_k, head_dim, causal, paired).policy
+    policy = make_policy(schedule, _native.call_grid(seqlen_q, seqlen_k, heads_q, heads_k, head_dim, causal))
     parts = _native.part_sizes(heads_q, heads_k, policy.grid, head_dim, policy.waits_in_line)
     return _write_out(policy, parts * (batch * heads_k), None)
 

@@ -1,5 +1,6 @@
 """What the build made: the compiler's report on every kernel, the library's interface, the commands."""
 
+import ast
 import itertools
 import os
 import re
@@ -208,3 +209,44 @@ def test_source_distribution_and_wheel_without_cuda(tmp_path):
     assert {"dash_flash_attn/_native.pyi", "dash_flash_attn/py.typed"} <= set(names)
     said = run("-m", "dash_flash_attn", "info", cwd=tmp_path / "installed")
     assert "the package was built without its kernels" in said
+
+
+def declared(body):
+    """{what a stub's module or class declares: its parameters, None for what is no function}."""
+    found = {}
+    for node in body:
+        if isinstance(node, ast.FunctionDef):
+            is_property = any(ast.unparse(d) == "property" for d in node.decorator_list)
+            parameters = [a.arg for a in (*node.args.args, *node.args.kwonlyargs)]
+            found[node.name] = None if is_property else parameters
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.annotation, ast.Subscript):  # ClassVar
+            found[node.target.id] = None
+    return found
+
+
+def native_parameters(function):
+    """From the signature that pybind11 writes in front of a docstring."""
+    signature = function.__doc__.splitlines()[0]
+    while signature != (signature := re.sub(r"\[[^\[\]]*\]", "", signature)):  # types and defaults
+        pass
+    return re.findall(r"(\w+): ", signature)
+
+
+def test_the_stub_declares_what_the_module_has():
+    tree = ast.parse((ROOT / "dash_flash_attn/_native.pyi").read_text())
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    public = {name for name in dir(_native) if not name.startswith("_")}
+    native_classes = {name for name in public if isinstance(getattr(_native, name), type)}
+    functions = declared(tree.body)
+    assert set(functions) == public - native_classes
+    for name, parameters in functions.items():
+        assert native_parameters(getattr(_native, name)) == parameters, name
+    assert {name for name in classes if not name.startswith("_")} == native_classes
+    for name in native_classes:
+        native = getattr(_native, name)
+        nodes = [classes[name], *(classes[base.id] for base in classes[name].bases)]
+        members = {member: p for node in nodes for member, p in declared(node.body).items()}
+        assert set(members) - {"__init__"} == {m for m in dir(native) if not m.startswith("_")}, name
+        for member, parameters in members.items():
+            if parameters is not None:
+                assert native_parameters(getattr(native, member)) == parameters, f"{name}.{member}"

@@ -380,6 +380,9 @@ def test_pairs_fill_a_chip_or_two():
 )
 def test_heads_that_come_in_pairs(heads_q, heads_k, pairs):
     assert _native.heads_in_pairs(heads_q, heads_k) == pairs
+    grid = _native.call_grid(300, 200, heads_q, heads_k, 128, True)
+    assert (grid.seqlen_q, grid.seqlen_k, grid.q_rows, grid.kv_rows) == (300, 200, 64, 128)
+    assert grid.causal and grid.paired == pairs
 
 
 @pytest.mark.parametrize("stride", [1, 2, 3, 4, 7, 8, 16])
@@ -457,6 +460,11 @@ def test_sizes_and_tiles_are_checked():
     for sizes in ((0, 8, 4, 4), (8, -1, 4, 4), (8, 8, 0, 4), (8, 8, 4, 0)):
         with pytest.raises(ValueError, match="not positive"):
             _native.TileGrid(*sizes, False)
+    for sizes in ((0, 8, 2, 2, 64), (8, 0, 2, 2, 64), (8, 8, 2, 2, 0)):
+        with pytest.raises(ValueError, match="not all positive"):
+            _native.call_grid(*sizes, False)
+    with pytest.raises(ValueError, match="can't share"):
+        _native.call_grid(8, 8, 3, 2, 64, False)
     policy = square("shift", 4, causal=True)
     for call in (
         lambda: policy.visits(4),

@@ -48,6 +48,21 @@ std::vector<int> part_sizes(int heads_q, int heads_k, schedule::TileGrid const& 
     return sizes;
 }
 
+schedule::TileGrid call_grid(int seqlen_q, int seqlen_k, int heads_q, int heads_k, int head_dim, bool causal) {
+    check_heads(heads_q, heads_k);
+    if (seqlen_q < 1 || seqlen_k < 1 || head_dim < 1)
+        throw py::value_error("seqlen_q " + std::to_string(seqlen_q) + ", seqlen_k " + std::to_string(seqlen_k) +
+                              " and head_dim " + std::to_string(head_dim) + " are not all positive");
+    BackwardParams p{};
+    p.seqlen_q = seqlen_q;
+    p.seqlen_k = seqlen_k;
+    p.heads_q = heads_q;
+    p.heads_k = heads_k;
+    p.head_dim = head_dim;
+    p.causal = causal;
+    return tile_grid(p);
+}
+
 int64_t workspace_bytes(int batch, int seqlen_q, int seqlen_k, int heads_q, int heads_k, int head_dim, bool causal,
                         std::string const& schedule) {
     check_head_dim(head_dim);
@@ -68,6 +83,7 @@ int64_t workspace_bytes(int batch, int seqlen_q, int seqlen_k, int heads_q, int 
 
 void bind_workspace(py::module_& m) {
     m.def("tile_shape", &tile_shape_of, "head_dim"_a);
+    m.def("call_grid", &call_grid, "seqlen_q"_a, "seqlen_k"_a, "heads_q"_a, "heads_k"_a, "head_dim"_a, "causal"_a);
     m.def("part_sizes", &part_sizes, "heads_q"_a, "heads_k"_a, "grid"_a, "head_dim"_a, "waits_in_line"_a);
     m.def("workspace_bytes", &workspace_bytes, "batch"_a, "seqlen_q"_a, "seqlen_k"_a, "heads_q"_a, "heads_k"_a,
           "head_dim"_a, "causal"_a, "schedule"_a);
