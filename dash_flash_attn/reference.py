@@ -92,11 +92,12 @@ def backward(
     lse_h = lse_h.masked_fill(lse_h == -math.inf, math.inf)  # no visible key: every probability is 0
     delta = (doh * oh).sum(-1, keepdim=True)
     dqh, dk, dv = torch.empty_like(qh), torch.empty_like(kh), torch.empty_like(vh)
+    # A chain walks the query heads of its part of the group; dK and dV are summed part after part.
+    parts = _native.part_sizes(heads_q, heads_k, grid, q.shape[3], policy.waits_in_line)
     for way in range(policy.ways):
         mine = (slice(None), slice(way, None, policy.ways))
         begin = 0
-        # A chain walks the query heads of its part of the group; dK and dV are summed part after part.
-        for size in _native.part_sizes(heads_q, heads_k, grid, q.shape[3], policy.waits_in_line):
+        for size in parts:
             part = (*mine, slice(begin, begin + size))
             inputs = doh[part], qh[part], kh[mine], vh[mine], lse_h[part], delta[part]
             # Contiguous, since a product's bits may depend on the strides.

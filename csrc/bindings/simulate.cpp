@@ -87,21 +87,21 @@ lab::Chains make_chains(Table const& chain_table, Table const& cycle_end, Table 
 
     // Each (head, KV tile) once.
     if (claims % chains.kv_tiles != 0) throw py::value_error("the claims are not whole heads");
+    int const heads = claims / chains.kv_tiles;
     std::vector<char> seen(claims, 0);
     for (int claim = 0; claim < claims; ++claim) {
         int const head = chains.head[claim], kv = chains.kv_tile[claim];
-        bool const inside = head >= 0 && head < claims / chains.kv_tiles && kv >= 0 && kv < chains.kv_tiles;
+        bool const inside = head >= 0 && head < heads && kv >= 0 && kv < chains.kv_tiles;
         if (!inside || seen[head * chains.kv_tiles + kv]++)
             throw py::value_error("claim " + std::to_string(claim) + ": KV tile " + std::to_string(kv) + " of head " +
                                   std::to_string(head) + " is not there, or a second time");
     }
-    if (q_heads.ndim() != 1 || q_heads.shape(0) != claims / chains.kv_tiles + 1 || chains.q_heads[0] != 0)
+    if (q_heads.ndim() != 1 || q_heads.shape(0) != heads + 1 || chains.q_heads[0] != 0)
         throw py::value_error("q_heads has not one entry a head, from 0 on, and one more");
     for (size_t head = 1; head < chains.q_heads.size(); ++head)
         if (chains.q_heads[head] <= chains.q_heads[head - 1])
             throw py::value_error("head " + std::to_string(head - 1) + " walks no query head");
-    if (way.ndim() != 1 || way.shape(0) != claims / chains.kv_tiles)
-        throw py::value_error("way has not one entry a head");
+    if (way.ndim() != 1 || way.shape(0) != heads) throw py::value_error("way has not one entry a head");
     int const ways = int(visit.shape(0));
     for (int w : chains.way)
         if (w < 0 || w >= ways) throw py::value_error("way " + std::to_string(w) + " has no tables");

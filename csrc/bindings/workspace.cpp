@@ -48,11 +48,9 @@ std::vector<int> part_sizes(int heads_q, int heads_k, schedule::TileGrid const& 
     return sizes;
 }
 
-schedule::TileGrid call_grid(int seqlen_q, int seqlen_k, int heads_q, int heads_k, int head_dim, bool causal) {
+// Of a call, what decides its tiles.
+BackwardParams call_sizes(int seqlen_q, int seqlen_k, int heads_q, int heads_k, int head_dim, bool causal) {
     check_heads(heads_q, heads_k);
-    if (seqlen_q < 1 || seqlen_k < 1 || head_dim < 1)
-        throw py::value_error("seqlen_q " + std::to_string(seqlen_q) + ", seqlen_k " + std::to_string(seqlen_k) +
-                              " and head_dim " + std::to_string(head_dim) + " are not all positive");
     BackwardParams p{};
     p.seqlen_q = seqlen_q;
     p.seqlen_k = seqlen_k;
@@ -60,21 +58,22 @@ schedule::TileGrid call_grid(int seqlen_q, int seqlen_k, int heads_q, int heads_
     p.heads_k = heads_k;
     p.head_dim = head_dim;
     p.causal = causal;
+    return p;
+}
+
+schedule::TileGrid call_grid(int seqlen_q, int seqlen_k, int heads_q, int heads_k, int head_dim, bool causal) {
+    BackwardParams const p = call_sizes(seqlen_q, seqlen_k, heads_q, heads_k, head_dim, causal);
+    if (seqlen_q < 1 || seqlen_k < 1 || head_dim < 1)
+        throw py::value_error("seqlen_q " + std::to_string(seqlen_q) + ", seqlen_k " + std::to_string(seqlen_k) +
+                              " and head_dim " + std::to_string(head_dim) + " are not all positive");
     return tile_grid(p);
 }
 
 int64_t workspace_bytes(int batch, int seqlen_q, int seqlen_k, int heads_q, int heads_k, int head_dim, bool causal,
                         std::string const& schedule) {
     check_head_dim(head_dim);
-    check_heads(heads_q, heads_k);
-    BackwardParams p{};
+    BackwardParams p = call_sizes(seqlen_q, seqlen_k, heads_q, heads_k, head_dim, causal);
     p.batch = batch;
-    p.seqlen_q = seqlen_q;
-    p.seqlen_k = seqlen_k;
-    p.heads_q = heads_q;
-    p.heads_k = heads_k;
-    p.head_dim = head_dim;
-    p.causal = causal;
     p.schedule = parse<ScheduleId>(schedule, kSchedules, "schedule");
     return workspace_layout(p).bytes;
 }

@@ -2,6 +2,7 @@
 
 #include "arguments.cuh"
 #include "config.cuh"
+#include "load_box.cuh"
 #include "ordering.cuh"
 
 namespace dash {
@@ -10,7 +11,6 @@ namespace dash {
 template <class Config, class Policy>
 struct Loader {
     using Shared = typename Config::Shared;
-    using Element = typename Config::Element;
     using TransferBarrier = typename Config::TransferBarrier;
 
     KernelArguments const& args;
@@ -171,13 +171,6 @@ struct Loader {
         TransferBarrier& full = shared.dout_full[place.slot];
         full.arrive_and_expect_tx(sizeof(shared.dout[0]));
         load_box(args.dout, full, shared.dout[place.slot], q_tile * Config::kQRows, q_head, batch);
-    }
-
-    // A tile arrives as panels of 64 columns. Rows past the end of the tensor are filled with zeros.
-    __device__ void load_box(CUtensorMap const& map, TransferBarrier& full, void* target, int row, int head,
-                             int batch) {
-        constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
-        cute::SM90_TMA_LOAD_5D::copy(&map, reinterpret_cast<uint64_t*>(&full), kHint, target, 0, row, 0, head, batch);
     }
 
     __device__ void prefetch_descriptors() {

@@ -2,6 +2,7 @@
 
 #include "arguments.cuh"
 #include "config.cuh"
+#include "load_box.cuh"
 #include "ptx.cuh"
 
 namespace dash {
@@ -75,18 +76,15 @@ struct RowStatistics {
         tile.done = args.statistics_done + head;
     }
 
-    // Rows of O and dO as panels of 64 columns. Rows past the end of the tensor are filled with zeros.
+    // Rows of O and dO.
     __device__ void load(typename Config::StatisticsTile const& tile, int stage) {
         if (tile.batch < 0) return;
         uint32_t const slot = Place(stage).slot;
         auto& full = desk.full[slot];
         full.arrive_and_expect_tx(2 * kTensorBytes);
-        constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
         int const row = tile.first_row + stage * kRows;
-        cute::SM90_TMA_LOAD_5D::copy(&args.out_rows, reinterpret_cast<uint64_t*>(&full), kHint, rows[slot][0], 0, row,
-                                     0, tile.q_head, tile.batch);
-        cute::SM90_TMA_LOAD_5D::copy(&args.dout_rows, reinterpret_cast<uint64_t*>(&full), kHint, rows[slot][1], 0, row,
-                                     0, tile.q_head, tile.batch);
+        load_box(args.out_rows, full, rows[slot][0], row, tile.q_head, tile.batch);
+        load_box(args.dout_rows, full, rows[slot][1], row, tile.q_head, tile.batch);
     }
 
     // This lane's row of a stage, and whether there is one. Worked out where it is needed: registers are few.

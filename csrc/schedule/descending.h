@@ -28,10 +28,7 @@ struct Descending {
     DASH_HD int rank(int kv_tile, int /*q_tile*/, int /*way*/) const { return kv_tile; }
     DASH_HD HeadOrder heads(int kv_tile, int group) const { return {group, visits(kv_tile), false}; }
 
-    DASH_HD Chain chain(int claim, int /*heads*/) const {
-        int const head = quotient(claim, grid.kv_tiles());
-        return {head, claim - head * grid.kv_tiles()};
-    }
+    DASH_HD Chain chain(int claim, int /*heads*/) const { return chain_head_by_head(claim, grid.kv_tiles()); }
     DASH_HD int cycle_end(int claim, int /*heads*/) const { return claim + 1; }
     DASH_HD int slot(int kv_tile) const { return kv_tile; }
     DASH_HD int resident_ctas_needed() const { return 1; }

@@ -75,4 +75,10 @@ struct Chain {
     int kv_tile;
 };
 
+// The order of issue head by head, the first KV tile first.
+DASH_HD Chain chain_head_by_head(int claim, int kv_tiles) {
+    int const head = quotient(claim, kv_tiles);
+    return {head, claim - head * kv_tiles};
+}
+
 }  // namespace dash::schedule

@@ -20,9 +20,9 @@ Clock = Callable[[Run], float]
 
 
 def short_median(run: Run) -> float:
-    """The median time of some 25 ms of calls with a cold L2 cache, after LEAD_IN_MS of calls. Milliseconds.
+    """The median time of some 25 ms of calls, each with a cold L2 cache. Milliseconds.
 
-    triton's do_bench where there is triton, else `few_calls`.
+    triton's do_bench, after LEAD_IN_MS of calls; where there is no triton `few_calls`, after one.
     """
     try:
         from triton.testing import do_bench
