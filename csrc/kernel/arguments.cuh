@@ -15,7 +15,7 @@ struct KernelArguments {
     // Descriptors for bulk tensor copies: (feature of a panel, row, panel, head, batch).
     CUtensorMap q, k, v, dout, dv;
     CUtensorMap out_rows, dout_rows;  // a few rows at a time, for the statistics
-    CUtensorMap statistics;           // the rows of dQ seen as fp32: (4, pair of rows, 1, head, batch)
+    CUtensorMap statistics;           // the rows of dQ seen as fp32
 
     schedule::TileGrid grid;
     int q_tiles, kv_tiles;  // the grid would have to divide

@@ -60,10 +60,11 @@ struct Loader {
         work.claim = claim;
         schedule::Chain const chain = policy().chain(claim, args.chain_heads);
         work.kv_tile = chain.kv_tile;
-        int const kv_head = schedule::quotient(chain.head, args.parts.count);
-        work.part = chain.head - kv_head * args.parts.count;
-        work.batch = schedule::quotient(kv_head, args.heads_k);
-        work.kv_head = kv_head - work.batch * args.heads_k;
+        schedule::Division const kv_head = schedule::divide(chain.head, args.parts.count);
+        work.part = kv_head.rest;
+        schedule::Division const batch = schedule::divide(kv_head.quotient, args.heads_k);
+        work.batch = batch.quotient;
+        work.kv_head = batch.rest;
         work.first_q_head = work.kv_head * args.parts.group + args.parts.begin(work.part);
         work.steps = policy().visits(chain.kv_tile) * args.parts.size(work.part);
         prefetch_key_value(work);
@@ -161,8 +162,7 @@ struct Loader {
         TransferBarrier& full = shared.q_full[place.slot];
         full.arrive_and_expect_tx(sizeof(shared.q[0]) + sizeof(shared.statistics[0]));
         load_box(args.q, full, shared.q[place.slot], slot.q_tile * Config::kQRows, q_head, batch);
-        load_box(args.statistics, full, shared.statistics[place.slot], slot.q_tile * (Config::kQRows / 2), q_head,
-                 batch);
+        load_box(args.statistics, full, shared.statistics[place.slot], slot.q_tile * Config::kQRows, q_head, batch);
     }
 
     __device__ void load_dout(int batch, int q_head, int q_tile, uint32_t step) {

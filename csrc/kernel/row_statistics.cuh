@@ -11,8 +11,8 @@ namespace dash {
 // them, whoever they belong to. A kernel of its own would read O and dO at the speed of the memory while the tensor
 // cores do nothing; here both have work. It never waits for another role, so all who wait for statistics get them.
 //
-// For two neighbouring queries (LSE, LSE, D, D), with LSE in base 2 and D = sum(O * dO), in the first 16 bytes of
-// the first one's dQ row. There it lies until the query tile's last contributor writes dQ.
+// For two neighbouring queries (LSE, LSE, D, D), with LSE in base 2 and D = sum(O * dO); pair by pair in the first
+// rows of the query tile's dQ. There they lie until the tile's last contributor writes dQ.
 template <class Config>
 struct RowStatistics {
     using Element = typename Config::Element;
@@ -23,6 +23,8 @@ struct RowStatistics {
     static constexpr int kTensorBytes = kRows * Config::kHeadDim * sizeof(Element);
     static constexpr int kStagesATile = Config::kQRows / kRows;
     static_assert(kStagesATile % (2 * Config::kRowStages) == 0, "every tile begins with the same stage and parity");
+
+    static constexpr int kPairsARow = Config::kHeadDim / 8;  // of dQ
 
     static constexpr int kNone = 0x7fffffff;
 
@@ -102,10 +104,11 @@ struct RowStatistics {
         lse = lse == -INFINITY ? INFINITY : lse * kLog2e;
         float const next_d = __shfl_down_sync(0xffffffffu, d, 1);
         float const next_lse = __shfl_down_sync(0xffffffffu, lse, 1);
-        int const row = row_of(stage);
-        if (lane() % 2 == 0 && lane() < kRows && exists(tile, row))
-            ptx::store_global(tile.dq + row * args.dq.row_stride, __float_as_uint(lse), __float_as_uint(next_lse),
-                              __float_as_uint(d), __float_as_uint(next_d));
+        // Also past the tensor's last query, where probabilities have to be 0; unless the place is outside as well.
+        int const pair = row_of(stage) / 2, dq_row = pair / kPairsARow;
+        if (lane() % 2 == 0 && lane() < kRows && exists(tile, dq_row))
+            ptx::store_global(tile.dq + dq_row * args.dq.row_stride + pair % kPairsARow * 8, __float_as_uint(lse),
+                              __float_as_uint(next_lse), __float_as_uint(d), __float_as_uint(next_d));
     }
 
     // sum(O * dO) over half of the columns of this lane's row. Eight lanes read the same piece of eight rows, which

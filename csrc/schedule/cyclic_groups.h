@@ -64,10 +64,8 @@ struct CyclicGroups {
     DASH_HD Chain chain(int claim, int heads_in_block) const {
         int const group = quotient(claim, group_size * heads_in_block);
         int const begin = group * group_size;
-        int const rest = claim - begin * heads_in_block;
-        int const size = size_at(begin);
-        int const head = quotient(rest, size);
-        return {head, begin + rest - head * size};
+        Division const place = divide(claim - begin * heads_in_block, size_at(begin));
+        return {place.quotient, begin + place.rest};
     }
 
     // The first claim after the cycle that `claim` belongs to.
@@ -82,7 +80,7 @@ struct CyclicGroups {
 // that follow them, longest first, then even out what an unfortunate number of chains leaves over.
 DASH_HD int heads_per_block(int heads, int first_chains_per_head) {
     int const blocks = max_of(1, heads * first_chains_per_head / (3 * kChainsThatFillAChip));
-    return quotient(heads + blocks - 1, blocks);
+    return quotient_up(heads, blocks);
 }
 
 // The block that a claim belongs to.

@@ -40,8 +40,8 @@ DASH_HD HeadRun head_run(HeadOrder order, int group, int visits, int step) {
     int const first_head = quotient(step, order.together * (end - begin)) * order.together;
     int const heads = min_of(order.together, group - first_head);
     step -= first_head * (end - begin);
-    int const place = heads == 1 ? step : quotient(step, heads);
-    int const head = first_head + step - place * heads;
+    Division const visit_and_head = heads == 1 ? Division{step, 0} : divide(step, heads);
+    int const place = visit_and_head.quotient, head = first_head + visit_and_head.rest;
     bool const enters = begin == 0 && place == 0;
     if (order.turns && head % 2 == 1) {
         int const visit = end - 1 - place;

@@ -28,8 +28,9 @@ struct OppositeHeads {
         int const way = place < even * kv_tiles ? 0 : 1;
         if (way == 1) place -= even * kv_tiles;
         int const width = way == 0 ? even : in_block - even;
-        int const row = quotient(place, width);
-        return {first + 2 * (place - row * width) + way, way == 0 ? kv_tiles - 1 - row : row};
+        Division const row_of_heads = divide(place, width);
+        int const row = row_of_heads.quotient;
+        return {first + 2 * row_of_heads.rest + way, way == 0 ? kv_tiles - 1 - row : row};
     }
 
   private:
@@ -37,7 +38,7 @@ struct OppositeHeads {
     DASH_HD int heads_per_block(int heads) const {
         int const all = ceil_div(heads, 2);
         int const blocks = max_of(1, quotient(all, pairs));
-        return 2 * quotient(all + blocks - 1, blocks);
+        return 2 * quotient_up(all, blocks);
     }
 };
 

@@ -84,10 +84,9 @@ struct Shift {
         HeadBlock const block(claim, heads, heads_per_block(heads, chains_at_first()), grid.kv_tiles());
         if (climbs) {
             int const begin = band_begin(quotient(block.claim, block.heads));
-            int const size = band_end(begin) - begin;
-            int const place = block.claim - begin * block.heads;
-            int const head = quotient(place, size);
-            return {block.first_head + head, begin + size - 1 - (place - head * size)};
+            int const end = band_end(begin);
+            Division const place = divide(block.claim - begin * block.heads, end - begin);
+            return {block.first_head + place.quotient, end - 1 - place.rest};
         }
         Chain const c = cycle.chain(block.claim, block.heads);
         return {block.first_head + c.head, c.kv_tile};

@@ -68,8 +68,8 @@ struct SymmetricShift {
             Chain const c = cycle.chain(block.claim, block.heads);
             return {block.first_head + c.head, c.kv_tile};
         }
-        int const row = quotient(upper_claim, block.heads);
-        return {block.first_head + upper_claim - row * block.heads, lower + row};
+        Division const place = divide(upper_claim, block.heads);
+        return {block.first_head + place.rest, lower + place.quotient};
     }
     DASH_HD int cycle_end(int claim, int heads) const {
         HeadBlock const block(claim, heads, block_size(heads), grid.kv_tiles());

@@ -8,19 +8,25 @@ DASH_HD int min_of(int a, int b) { return a < b ? a : b; }
 DASH_HD int max_of(int a, int b) { return a > b ? a : b; }
 DASH_HD int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// n / d for 0 <= n < 2^30, 0 < d. On the GPU in a fraction of the time that the operator takes there: a chain's claim
+struct Division {
+    int quotient, rest;
+};
+
+// n by d for 0 <= n < 2^30, 0 < d. On the GPU in a fraction of the time that the operators take there: a chain's claim
 // asks for a dozen of them. The estimate is off by one at most, unless the quotient is in the millions.
-DASH_HD int quotient(int n, int d) {
+DASH_HD Division divide(int n, int d) {
 #ifdef __CUDA_ARCH__
-    int q = int(__fdividef(float(n), float(d)));
-    int rest = n - q * d;
-    for (; rest < 0; rest += d) --q;
-    for (; rest >= d; rest -= d) ++q;
-    return q;
+    int quotient = int(__fdividef(float(n), float(d)));
+    int rest = n - quotient * d;
+    for (; rest < 0; rest += d) --quotient;
+    for (; rest >= d; rest -= d) ++quotient;
+    return {quotient, rest};
 #else
-    return n / d;
+    return {n / d, n % d};
 #endif
 }
+DASH_HD int quotient(int n, int d) { return divide(n, d).quotient; }
+DASH_HD int quotient_up(int n, int d) { return quotient(n + d - 1, d); }
 
 // Which KV tiles meet which query tiles in one head.
 //
@@ -77,8 +83,8 @@ struct Chain {
 
 // The order of issue head by head, the first KV tile first.
 DASH_HD Chain chain_head_by_head(int claim, int kv_tiles) {
-    int const head = quotient(claim, kv_tiles);
-    return {head, claim - head * kv_tiles};
+    Division const place = divide(claim, kv_tiles);
+    return {place.quotient, place.rest};
 }
 
 }  // namespace dash::schedule
