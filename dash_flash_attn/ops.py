@@ -54,13 +54,18 @@ def auto_schedule(
     if not causal:
         return "shift"
     groups = heads_q > heads_k
-    if groups and head_dim == 128 and seqlen_q > 16384:
-        # Chains that wait in line are near each other's query tiles, which then stay in the L2 cache, in all
-        # heads of a group. But the last one starts late, by a reduction for each before it: there must be
-        # enough to do after that.
-        q_tiles = -(-seqlen_q // _native.tile_shape(head_dim)[0])
-        if heads_q * q_tiles >= 8192:
-            return "descending"
+    q_rows, kv_rows = _native.tile_shape(head_dim)
+    q_tiles, kv_tiles = -(-seqlen_q // q_rows), -(-seqlen_k // kv_rows)
+    # Chains that wait in line are near each other's query tiles, which then stay in the L2 cache, in all
+    # heads of a group. But the last one starts late, by a reduction for each before it: there must be enough
+    # to do after that.
+    if groups and head_dim == 128 and seqlen_q > 16384 and heads_q * q_tiles >= 8192:
+        return "descending"
+    square = seqlen_q == seqlen_k
+    # The rectangles of two heads fill a chip, and that order issues heads in twos there: Q and dO of these
+    # two stay in the L2 cache.
+    if square and head_dim == 128 and not groups and heads_k % 2 == 0 and kv_tiles == 128:
+        return "symmetric_shift"
     # On a square chains climb from the diagonal and do not mind late starts. At head dimension 64 that has
     # them one query tile apart, and the even end of the other order is worth more, unless the heads of a pair
     # go opposite ways (docs/schedules.md, "auto"). Above 128 KV tiles half of them are more than one cycle of
@@ -68,7 +73,7 @@ def auto_schedule(
     stalls = (
         head_dim == 64 and seqlen_k > 1024 and not groups and not _native.heads_in_pairs(heads_q, heads_k)
     )
-    if seqlen_k > 16384 or (seqlen_q == seqlen_k and not stalls):
+    if seqlen_k > 16384 or (square and not stalls):
         return "shift"
     return "symmetric_shift"
 

@@ -896,20 +896,16 @@ def test_the_committed_calibration_is_what_explain_uses():
             assert us == pytest.approx(row["predicted_ms"] * 1e3, rel=0.01)
 
 
-def test_auto_is_the_best_measured_schedule_as_far_as_times_repeat():
+def test_auto_is_within_three_percent_of_the_best_measured_schedule():
     timings, sms, _ = calibrate.read_record(RESULTS / "backward.json")
     # Without a mask shift and symmetric_shift are one order, measured twice.
-    us = {(t.shape, t.schedule): t.us for t in timings}
-    repeats = []
     for shape in {t.shape for t in timings if not t.shape.causal}:
         sizes = (shape.batch, shape.seqlen, shape.seqlen, shape.heads, shape.kv_heads, shape.head_dim)
         one, other = (plan_call(name, *sizes) for name in ("shift", "symmetric_shift"))
         for table in ("chain_table", "visit_table", "rank_table"):
             np.testing.assert_array_equal(getattr(one, table), getattr(other, table))
-        repeats.append(abs(us[shape, "shift"] / us[shape, "symmetric_shift"] - 1))
     timings = [t for t in timings if t.shape.causal or t.schedule != "symmetric_shift"]
     measured = calibrate.Calibration({}, sms, 0.0, tuple(timings), np.ones(len(timings)))
     choices = measured.choices(calibrate.auto)
     assert len(choices) == 24
-    assert max(repeats) < 0.05
-    assert max(choice.loss for choice in choices) < 0.03 + max(repeats)
+    assert max(choice.loss for choice in choices) < 0.03

@@ -10,12 +10,12 @@ from .simulate import Costs, simulate
 
 H200_SMS = 132
 
-# In microseconds, by head dimension: fitted by `lab calibrate --record` to the H200 times of 2026-11-29,
+# In microseconds, by head dimension: fitted by `lab calibrate --record` to the H200 times of 2026-11-30,
 # benchmarks/results/backward.json; the fit is benchmarks/results/calibration.json. What it says well is
 # compute, chain and the hop reduce + signal; how the hop splits into its two parts it hardly says.
 H200_COSTS = {
-    64: Costs(compute=2.272, reduce=0.453, signal=2.160, chain=4.72),
-    128: Costs(compute=2.191, reduce=0.004, signal=2.071, chain=7.80),
+    64: Costs(compute=2.519, reduce=0.730, signal=0.844, chain=4.72),
+    128: Costs(compute=2.284, reduce=0.008, signal=0.969, chain=9.16),
 }
 
 
