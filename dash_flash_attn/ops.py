@@ -44,6 +44,7 @@ _FORWARD = torch.ops.dash_flash_attn.forward.default
 _BACKWARD = torch.ops.dash_flash_attn.backward.default
 
 
+@functools.lru_cache  # every call of an operator asks
 def auto_schedule(
     seqlen_q: int, seqlen_k: int, heads_q: int, heads_k: int, head_dim: int, causal: bool
 ) -> str:
@@ -54,25 +55,22 @@ def auto_schedule(
     if not causal:
         return "shift"
     groups = heads_q > heads_k
-    q_rows, kv_rows = _native.tile_shape(head_dim)
-    q_tiles, kv_tiles = -(-seqlen_q // q_rows), -(-seqlen_k // kv_rows)
+    grid = _native.call_grid(seqlen_q, seqlen_k, heads_q, heads_k, head_dim, causal)
     # Chains that wait in line are near each other's query tiles, which then stay in the L2 cache, in all
     # heads of a group. But the last one starts late, by a reduction for each before it: there must be enough
     # to do after that.
-    if groups and head_dim == 128 and seqlen_q > 16384 and heads_q * q_tiles >= 8192:
+    if groups and head_dim == 128 and seqlen_q > 16384 and heads_q * grid.q_tiles() >= 8192:
         return "descending"
     square = seqlen_q == seqlen_k
     # The rectangles of two heads fill a chip, and that order issues heads in twos there: Q and dO of these
     # two stay in the L2 cache.
-    if square and head_dim == 128 and not groups and heads_k % 2 == 0 and kv_tiles == 128:
+    if square and head_dim == 128 and grid.paired and grid.kv_tiles() == 128:
         return "symmetric_shift"
     # On a square chains climb from the diagonal and do not mind late starts. At head dimension 64 that has
     # them one query tile apart, and the even end of the other order is worth more, unless the heads of a pair
     # go opposite ways (docs/schedules.md, "auto"). Above 128 KV tiles half of them are more than one cycle of
     # that order (docs/lab.md, "Above 128 KV tiles").
-    stalls = (
-        head_dim == 64 and seqlen_k > 1024 and not groups and not _native.heads_in_pairs(heads_q, heads_k)
-    )
+    stalls = head_dim == 64 and seqlen_k > 1024 and not groups and not grid.paired
     if seqlen_k > 16384 or (square and not stalls):
         return "shift"
     return "symmetric_shift"

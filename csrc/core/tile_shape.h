@@ -18,6 +18,9 @@ constexpr DASH_HD TileShape tile_shape(int head_dim) {
 // How many rows of O and dO are read at a time for the row statistics.
 constexpr int kStatisticsRows = 16;
 
+// How many pairs of queries have their statistics, 16 bytes, in one row of dQ.
+constexpr DASH_HD int statistics_pairs_a_row(int head_dim) { return head_dim / 8; }
+
 // In how many pieces the parts of a KV tile add their dK and dV.
 constexpr int kPartPieces = 4;
 

@@ -196,11 +196,10 @@ int run(BackwardParams const& p) {
     args.dv = tiles("dv", p.dv, p.seqlen_k, p.heads_k, shape.kv_rows);
     args.out_rows = tiles("out", p.out, p.seqlen_q, p.heads_q, kStatisticsRows);
     args.dout_rows = tiles("dout", p.dout, p.seqlen_q, p.heads_q, kStatisticsRows);
-    // A query's two numbers take 8 bytes, a row of dQ has 2 * head_dim.
     MatrixView const words{p.dq.data, p.dq.batch_stride / 2, p.dq.row_stride / 2, p.dq.head_stride / 2};
-    args.statistics =
-        tensor_map("dq", words, {p.head_dim / 2, p.seqlen_q, 1, p.heads_q, p.batch}, shape.q_rows * 4 / p.head_dim,
-                   CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4, CU_TENSOR_MAP_SWIZZLE_NONE);
+    args.statistics = tensor_map("dq", words, {p.head_dim / 2, p.seqlen_q, 1, p.heads_q, p.batch},
+                                 shape.q_rows / 2 / statistics_pairs_a_row(p.head_dim), CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+                                 4, CU_TENSOR_MAP_SWIZZLE_NONE);
 
     args.q_tiles = args.grid.q_tiles();
     args.kv_tiles = args.grid.kv_tiles();

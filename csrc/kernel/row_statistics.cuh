@@ -24,7 +24,7 @@ struct RowStatistics {
     static constexpr int kStagesATile = Config::kQRows / kRows;
     static_assert(kStagesATile % (2 * Config::kRowStages) == 0, "every tile begins with the same stage and parity");
 
-    static constexpr int kPairsARow = Config::kHeadDim / 8;  // of dQ
+    static constexpr int kPairsARow = statistics_pairs_a_row(Config::kHeadDim);
 
     static constexpr int kNone = 0x7fffffff;
 
