@@ -81,12 +81,23 @@ class _Policy:
     @property
     def turns(self) -> bool:
         """Whether a chain walks every other head of a group back, from its last visit to its first."""
-    def completes(self, heads: int, ctas: int, claim_ahead: bool = True, parts: Sequence[int] = (1,)) -> bool:
+    def completes(
+        self,
+        heads: int,
+        ctas: int,
+        claim_ahead: bool = True,
+        parts: Sequence[int] = (1,),
+        others: int = 0,
+        open: bool | None = None,
+    ) -> bool:
         """Whether `ctas` CTAs run all chains to the end, claiming as the kernel does. False: a deadlock.
 
         With claim_ahead a CTA claims its next chain while one runs, where the policy allows it. As many
         neighbouring heads as there are `parts` belong to one KV head, and end their chains in turn; each
         walks as many query heads as its part says.
+
+        With `others`, CTAs on the other side of the L2 cache, half of the heads belong to each side, and
+        these CTAs claim theirs first if that side is open: None, if the kernel would open it.
         """
 
 def heads_in_pairs(heads_q: int, heads_k: int) -> bool:
@@ -127,7 +138,9 @@ def simulate(
     together: int,
     turns: bool,
     split: NDArray[np.int32],
+    sides: int,
     sms: int,
+    others: int,
     compute: float,
     reduce: float,
     signal: float,
@@ -155,6 +168,14 @@ def part_sizes(heads_q: int, heads_k: int, grid: TileGrid, head_dim: int, waits_
     """How many query heads each of the CTAs walks that share those of one KV head.
 
     `waits_in_line` is what the schedule's policy says. ValueError unless heads_k divides heads_q.
+    """
+
+def l2_sides(
+    batch: int, heads_k: int, parts: int, grid: TileGrid, cycle_ctas: int, resident_ctas: int
+) -> int:
+    """How many sides of the L2 cache, 1 or 2, share the KV heads of a call (csrc/core/l2_sides.h).
+
+    `parts` of the query heads of each; `cycle_ctas` have to be resident for the schedule to make progress.
     """
 
 def workspace_bytes(

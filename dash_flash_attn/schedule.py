@@ -27,6 +27,8 @@ _POLICIES = {
 SCHEDULES: tuple[str, ...] = tuple(_POLICIES)
 """The names of the schedules: naive, descending, shift, symmetric_shift."""
 
+H200_SMS = 132
+
 
 def schedule_name(name: str) -> str:
     """The name as in SCHEDULES, of a name in any case, with hyphens or underscores.
@@ -148,6 +150,8 @@ class Plan:
         split: int (KV tiles): a chain does so with its visits before this one, and then with the others.
         turns: whether a chain walks every other head of its group back, from the last of these visits to the
             first.
+        sides: of the L2 cache: 2, if either half of the claims is an order of issue of its own, for the SMs
+            of one side. Who finds nothing left helps the other side.
     """
 
     name: str
@@ -161,6 +165,7 @@ class Plan:
     together: int
     split: NDArray[np.int32]
     turns: bool
+    sides: int = 1
 
     @property
     def num_heads(self) -> int:
@@ -214,12 +219,13 @@ class Plan:
         return last[cycles] + 1
 
     def issued(self, order: ArrayLike, name: str | None = None) -> Plan:
-        """The same visits and ranks, so the same bits, with the claims in another order.
+        """The same visits and ranks, so the same bits, with the claims in another order, for all SMs.
 
         Args:
             order: a permutation of the claims: which claim of this plan comes first, second, ...
         """
-        return replace(self, name=name or self.name, chain_table=self.chain_table[np.asarray(order)])
+        chain_table = self.chain_table[np.asarray(order)]
+        return replace(self, name=name or self.name, chain_table=chain_table, sides=1)
 
     def validate(self, num_ctas: int | None = None) -> None:
         """Proves the plan sound, or raises UnsoundPlan, which names the first broken pair of tiles.
@@ -234,11 +240,16 @@ class Plan:
         self._validate_ranks()
         ctas = self.num_ctas_needed if num_ctas is None else num_ctas
         line = _native.simulate(
-            **self.tables(), sms=ctas, compute=1.0, reduce=0.0, signal=0.0, chain=0.0, staging=0, jitter=0.0,
-            pace=0.0, seed=0, ordered=True,
+            **self.tables(), sms=ctas, others=self.others(ctas),
+            compute=1.0, reduce=0.0, signal=0.0, chain=0.0,
+            staging=0, jitter=0.0, pace=0.0, seed=0, ordered=True,
         )  # fmt: skip
         if line["unfinished"]:
             raise UnsoundPlan(f"{self.name} stops with {ctas} CTAs: {self.blame(line)}")
+
+    def others(self, num_ctas: int) -> int:
+        """How many CTAs begin on side 1 of the L2 cache: half of them, unless a cycle needs more."""
+        return num_ctas // 2 if self.sides > 1 and num_ctas // 2 >= self.num_ctas_needed else 0
 
     def tables(self) -> dict[str, Any]:
         """The arguments of _native.simulate that describe the plan."""
@@ -252,6 +263,7 @@ class Plan:
             "together": self.together,
             "split": self.split,
             "turns": self.turns,
+            "sides": self.sides,
         }
 
     def blame(self, line: dict[str, Any]) -> str:
@@ -340,7 +352,7 @@ def plan(
         num_q_tiles * q_rows, num_kv_tiles * kv_rows, q_rows, kv_rows, causal,
         _native.heads_in_pairs(num_heads * group, num_heads),
     )  # fmt: skip
-    return _write_out(make_policy(schedule, grid), [group] * num_heads, heads_per_block)
+    return _write_out(make_policy(schedule, grid), [group] * num_heads, heads_per_block=heads_per_block)
 
 
 def plan_call(
@@ -352,24 +364,32 @@ def plan_call(
     heads_k: int,
     head_dim: int,
     causal: bool = False,
+    num_sms: int = H200_SMS,
 ) -> Plan:
     """The plan that the kernel follows in one backward call.
 
     Args as of `Schedule`, and the heads of Q, and of K and V. Where the kernel cuts the query heads of a KV
-    head into parts, each part is a head of the plan.
+    head into parts, each part is a head of the plan. Where the SMs are enough for a cycle on each side of the
+    L2 cache, it has an order of issue for either.
 
     Raises ValueError for an unknown name, a size that is not positive, or heads_k that don't divide heads_q.
     """
     policy = make_policy(schedule, _native.call_grid(seqlen_q, seqlen_k, heads_q, heads_k, head_dim, causal))
     parts = _native.part_sizes(heads_q, heads_k, policy.grid, head_dim, policy.waits_in_line)
-    return _write_out(policy, parts * (batch * heads_k), None)
+    needed = policy.resident_ctas_needed()
+    sides = _native.l2_sides(batch, heads_k, len(parts), policy.grid, needed, num_sms)
+    return _write_out(policy, parts * (batch * heads_k), sides=sides)
 
 
-def _write_out(policy: _native.Policy, parts: Sequence[int], heads_per_block: int | None) -> Plan:
+def _write_out(
+    policy: _native.Policy, parts: Sequence[int], *, sides: int = 1, heads_per_block: int | None = None
+) -> Plan:
     """`parts`: how many query heads the chains of each head walk."""
     num_heads, kv_tiles, ways = len(parts), policy.grid.kv_tiles(), policy.ways
     if heads_per_block is None:
-        chain_table = policy.chain_table(num_heads)
+        half = policy.chain_table(num_heads // sides)
+        first_heads = range(0, num_heads, num_heads // sides)
+        chain_table = np.concatenate([half + np.int32([head, 0]) for head in first_heads])
     else:
         chain_table = _in_blocks(policy, num_heads, heads_per_block)
     cycle = np.empty(kv_tiles, np.int32)
@@ -380,7 +400,7 @@ def _write_out(policy: _native.Policy, parts: Sequence[int], heads_per_block: in
         np.stack([policy.visit_table(w) for w in range(ways)]),
         np.stack([policy.rank_table(w) for w in range(ways)]),
         np.unique(cycle, return_inverse=True)[1].astype(np.int32), policy.heads_together(max(parts)),
-        policy.split_table(), policy.turns,
+        policy.split_table(), policy.turns, sides,
     )  # fmt: skip
 
 

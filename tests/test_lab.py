@@ -90,6 +90,56 @@ def test_the_plan_of_a_call_is_the_kernels():
     p.validate()
 
 
+def test_a_call_that_is_shared_out_to_the_sides_of_the_l2_cache():
+    one_side = plan_call("shift", 1, 4096, 4096, 16, 16, 128, causal=True, num_sms=1)
+    both = plan_call("shift", 1, 4096, 4096, 16, 16, 128, causal=True)
+    assert (one_side.sides, both.sides) == (1, 2) and both.others(132) == 66
+    # Heads 0 to 7 in the order of a call that has only these, and so have the others.
+    half = make_policy("shift", both.grid).chain_table(8)
+    np.testing.assert_array_equal(both.chain_table[:256], half)
+    np.testing.assert_array_equal(both.chain_table[256:], half + [8, 0])
+    assert not np.array_equal(both.chain_table, one_side.chain_table)
+    both.validate()
+    both.validate(132)
+    # Every other SM begins on side 1. Two SMs on side 0 are done before the one there, and help it.
+    assert both.others(3) == 1
+    events = simulate(both, 3).events
+    sides_of_sm = [(events.claim[events.sm == sm] // 256).tolist() for sm in range(3)]
+    assert set(sides_of_sm[1]) == {1}
+    for sm in (0, 2):
+        assert sides_of_sm[sm][0] == 0 and sides_of_sm[sm][-1] == 1
+        assert sides_of_sm[sm] == sorted(sides_of_sm[sm])
+    assert both.issued(range(512)).sides == 1
+    with pytest.raises(ValueError, match="sides is 3"):
+        simulate(replace(both, sides=3), 132)
+    # Cycles of 64 need 64 SMs on each side: on fewer all begin with the same chains.
+    full = plan_call("shift", 1, 8192, 8192, 8, 8, 128, num_sms=132)
+    assert full.sides == 2 and (full.others(128), full.others(127)) == (64, 0)
+    full.validate(64)
+    assert plan_call("shift", 1, 8192, 8192, 8, 8, 128, num_sms=127).sides == 1
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads_k", "parts", "tokens", "paired", "cycle_ctas", "sides"),
+    [
+        (1, 6, 1, 8192, False, 1, 2),
+        (1, 6, 1, 8192, True, 1, 1),  # three pairs
+        (2, 6, 1, 8192, True, 1, 2),
+        (3, 3, 1, 8192, False, 1, 1),
+        (1, 4, 1, 4096, False, 1, 1),  # 128 chains are too few
+        (1, 4, 3, 4096, False, 1, 2),
+        (1, 6, 1, 8192, False, 66, 2),
+        (1, 6, 1, 8192, False, 67, 1),
+        (500, 2, 1, 128, False, 1, 1),  # no sums
+    ],
+)
+def test_which_calls_are_shared_out_to_the_sides_of_the_l2_cache(
+    batch, heads_k, parts, tokens, paired, cycle_ctas, sides
+):
+    grid = _native.TileGrid(tokens, tokens, 64, 128, True, paired)
+    assert _native.l2_sides(batch, heads_k, parts, grid, cycle_ctas, 132) == sides
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_blocks_of_heads(name):
     p = plan(name, 8, 8, causal=True, num_heads=6)
@@ -132,7 +182,7 @@ def test_a_chain_walks_each_head_of_its_group_in_the_order_of_its_stretches(p, t
     split = np.array([data.draw(st.integers(0, int(n))) for n in visits], np.int32)
     p = replace(p, together=together, split=split, turns=turns)
     line = _native.simulate(
-        **p.tables(), sms=1, compute=1.0, reduce=0.0, signal=0.0, chain=0.0, staging=0, jitter=0.0,
+        **p.tables(), sms=1, others=0, compute=1.0, reduce=0.0, signal=0.0, chain=0.0, staging=0, jitter=0.0,
         pace=0.0, seed=0, ordered=False,
     )  # fmt: skip
     for claim, chain in enumerate(p.chains):

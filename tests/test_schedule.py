@@ -92,6 +92,9 @@ def check_progress(policy, heads=3):
     assert 1 <= needed <= LARGEST_GROUP
     for ctas, claim_ahead in itertools.product((needed, needed + 3, 132), (False, True)):
         assert policy.completes(heads, ctas, claim_ahead), (policy.name, ctas, claim_ahead)
+    # And on both sides of the L2 cache, whether there are enough CTAs on either of them or only on both.
+    for ctas, others in ((1, needed), (max(1, needed // 2), needed - needed // 2), (66, 66)):
+        assert policy.completes(4, ctas, others=others), (policy.name, ctas, others)
     if policy.grid.paired:
         return  # each head has its own K and V
     # Chains of GQA, whole and cut into parts that add their dK and dV in turn.
@@ -358,21 +361,21 @@ def test_heads_of_a_pair_go_opposite_ways_and_never_wait(kv_tiles, q_rows, kv_ro
             assert claims == sorted(claims)
 
 
-def test_pairs_fill_a_chip_or_two():
-    # 1,024 tokens at head dimension 64, 8 KV tiles: 32 heads of either way fill two chips.
-    chains = Schedule("shift", 1024, 1024, 64, True, paired_heads=True).policy.chain_table(128).tolist()
-    assert chains[:32] == [[head, 7] for head in range(0, 64, 2)]
-    assert chains[32 * 7 : 32 * 8] == [[head, 0] for head in range(0, 64, 2)]
-    assert chains[32 * 8 : 32 * 9] == [[head, 0] for head in range(1, 64, 2)]
-    assert {head for head, _ in chains[64 * 8 :]} == set(range(64, 128))
-    # At head dimension 128, where neighbours are two query tiles apart by the mask, one chip. No small block.
+def test_pairs_fill_a_side_or_two():
+    # 1,024 tokens at head dimension 64, 8 KV tiles: 16 heads of either way fill two sides of the L2 cache.
+    chains = Schedule("shift", 1024, 1024, 64, True, paired_heads=True).policy.chain_table(64).tolist()
+    assert chains[:16] == [[head, 7] for head in range(0, 32, 2)]
+    assert chains[16 * 7 : 16 * 8] == [[head, 0] for head in range(0, 32, 2)]
+    assert chains[16 * 8 : 16 * 9] == [[head, 0] for head in range(1, 32, 2)]
+    assert {head for head, _ in chains[32 * 8 :]} == set(range(32, 64))
+    # At head dimension 128, where neighbours are two query tiles apart by the mask, one side. No small block.
     policy = Schedule("shift", 1024, 1024, 128, True, paired_heads=True).policy
-    for heads, climbing in ((64, 16), (32, 16), (80, 20), (24, 12)):
+    for heads, climbing in ((32, 8), (16, 8), (40, 10), (12, 6)):
         assert set(policy.chain_table(heads)[: climbing * 8, 0]) == set(range(0, 2 * climbing, 2))
-    # 192 KV tiles fill two chips well enough, 170 do not.
-    for tokens, heads in ((192 * 128, 1), (170 * 128, 2)):
+    # 96 KV tiles fill two sides well enough, 85 do not.
+    for tokens, heads in ((96 * 128, 1), (85 * 128, 2)):
         chains = Schedule("shift", tokens, tokens, 64, True, paired_heads=True).policy.chain_table(16)
-        assert len(set(chains[:100, 0])) == heads
+        assert len(set(chains[:50, 0])) == heads
 
 
 @pytest.mark.parametrize(
@@ -405,6 +408,15 @@ def test_a_cycle_without_room_deadlocks(n):
     for parts in ([3], [1, 1], [2, 2], [1, 2]):
         assert policy.completes(2, needed, False, parts)
         assert not policy.completes(2, needed - 1, False, parts)
+    # Two sides of the L2 cache are open where each has as many; or each would wait for the other one's.
+    for ahead in (False, True):
+        assert policy.completes(4, needed, ahead, others=needed)
+        assert policy.completes(4, needed - 1, ahead, others=needed - 1)
+        assert not policy.completes(4, needed - 1, ahead, others=needed - 1, open=True)
+    with pytest.raises(ValueError, match="3 do not fall into halves"):
+        policy.completes(3, needed, others=1)
+    with pytest.raises(ValueError, match="others: -1 is negative"):
+        policy.completes(2, needed, others=-1)
     with pytest.raises(ValueError, match="3 are not whole parts of 2"):
         policy.completes(3, needed, parts=[1, 1])
     for wrong in ([], [1, 0]):

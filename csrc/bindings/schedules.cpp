@@ -2,12 +2,14 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "bindings.h"
 #include "completion.h"
+#include "core/l2_sides.h"
 #include "schedule/policy.h"
 
 namespace py = pybind11;
@@ -194,15 +196,22 @@ void bind_policy(py::module_& m, char const* class_name) {
         .def_property_readonly("turns", [](Policy const& p) { return p.heads(0, 1).turns; })
         .def(
             "completes",
-            [](Policy const& p, int heads, int ctas, bool claim_ahead, std::vector<int> const& parts) {
+            [](Policy const& p, int heads, int ctas, bool claim_ahead, std::vector<int> const& parts, int others,
+               std::optional<bool> const& open) {
                 for (int size : parts) checked_positive(size, "a part");
                 int const count = checked_positive(int(parts.size()), "parts");
+                if (others < 0) throw py::value_error("others: " + std::to_string(others) + " is negative");
+                if (others > 0 && heads % (2 * count) != 0)
+                    throw py::value_error("heads: " + std::to_string(heads) +
+                                          " do not fall into halves of whole parts");
                 if (checked_positive(heads, "heads") % count != 0)
                     throw py::value_error("heads: " + std::to_string(heads) + " are not whole parts of " +
                                           std::to_string(count));
-                return completes(p, heads, checked_positive(ctas, "ctas"), claim_ahead, parts);
+                bool const opens = side_1_opens(p.resident_ctas_needed(), checked_positive(ctas, "ctas"), others);
+                return completes(p, heads, ctas, claim_ahead, parts, others, open.value_or(opens));
             },
-            "heads"_a, "ctas"_a, "claim_ahead"_a = true, "parts"_a = std::vector<int>{1});
+            "heads"_a, "ctas"_a, "claim_ahead"_a = true, "parts"_a = std::vector<int>{1}, "others"_a = 0,
+            "open"_a = py::none());
 }
 
 }  // namespace

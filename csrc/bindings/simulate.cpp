@@ -57,13 +57,16 @@ void check_way(lab::Chains const& chains, int way) {
 
 // The simulator trusts its tables: whatever could lead it out of them is refused here.
 lab::Chains make_chains(Table const& chain_table, Table const& cycle_end, Table const& way, Table const& visit,
-                        Table const& rank, Table const& q_heads, int together, bool turns, Table const& split) {
+                        Table const& rank, Table const& q_heads, int together, bool turns, Table const& split,
+                        int sides) {
     if (chain_table.ndim() != 2 || chain_table.shape(1) != 2) throw py::value_error("chain_table is not (claims, 2)");
     if (visit.ndim() != 3 || rank.ndim() != 3 || !std::equal(visit.shape(), visit.shape() + 3, rank.shape()))
         throw py::value_error("visit_table and rank_table are not both (ways, KV tiles, query tiles)");
     if (cycle_end.ndim() != 1 || cycle_end.shape(0) != chain_table.shape(0))
         throw py::value_error("cycle_end has not one entry a claim");
     if (together < 1) throw py::value_error("together is " + std::to_string(together) + ", not positive");
+    if (sides != 1 && (sides != 2 || chain_table.shape(0) % 2 != 0))
+        throw py::value_error("sides is " + std::to_string(sides) + " and not 1, or 2 for an even number of claims");
     if (split.ndim() != 1 || split.shape(0) != visit.shape(1))
         throw py::value_error("split has not one entry a KV tile");
 
@@ -74,6 +77,7 @@ lab::Chains make_chains(Table const& chain_table, Table const& cycle_end, Table 
     chains.together = together;
     chains.turns = turns;
     chains.split = values(split);
+    chains.sides = sides;
     chains.cycle_end = values(cycle_end);
     chains.way = values(way);
     chains.visit = values(visit);
@@ -110,12 +114,15 @@ lab::Chains make_chains(Table const& chain_table, Table const& cycle_end, Table 
 }
 
 py::dict simulate(Table const& chain_table, Table const& cycle_end, Table const& way, Table const& visit_table,
-                  Table const& rank_table, Table const& q_heads, int together, bool turns, Table const& split, int sms,
-                  double compute, double reduce, double signal, double chain, int staging, double jitter, double pace,
-                  uint64_t seed, bool ordered) {
+                  Table const& rank_table, Table const& q_heads, int together, bool turns, Table const& split,
+                  int sides, int sms, int others, double compute, double reduce, double signal, double chain,
+                  int staging, double jitter, double pace, uint64_t seed, bool ordered) {
     lab::Chains const chains =
-        make_chains(chain_table, cycle_end, way, visit_table, rank_table, q_heads, together, turns, split);
+        make_chains(chain_table, cycle_end, way, visit_table, rank_table, q_heads, together, turns, split, sides);
     if (sms < 1) throw py::value_error("num_sms is " + std::to_string(sms) + ", not positive");
+    if (others < 0 || others > (sides > 1 ? sms / 2 : 0))
+        throw py::value_error("others is " + std::to_string(others) +
+                              ", and not half of the SMs at most, or there is one side");
     if (staging < 0) throw py::value_error("staging is negative");
     if (!(compute >= 0 && reduce >= 0 && signal >= 0 && chain >= 0)) throw py::value_error("a time is negative");
     if (!(jitter >= 0 && jitter <= 1)) throw py::value_error("jitter is not in 0..1");
@@ -123,7 +130,8 @@ py::dict simulate(Table const& chain_table, Table const& cycle_end, Table const&
     lab::Timeline line;
     {
         py::gil_scoped_release released;
-        line = lab::simulate(chains, {sms, compute, reduce, signal, chain, staging, jitter, pace, seed, ordered});
+        line =
+            lab::simulate(chains, {sms, others, compute, reduce, signal, chain, staging, jitter, pace, seed, ordered});
     }
     return py::dict("sm"_a = array(line.sm), "claim"_a = array(line.claim), "q_head"_a = array(line.q_head),
                     "q_tile"_a = array(line.q_tile), "compute_start"_a = array(line.compute_start),
@@ -136,8 +144,8 @@ py::dict simulate(Table const& chain_table, Table const& cycle_end, Table const&
 
 void bind_lab(py::module_& m) {
     m.def("simulate", &simulate, py::kw_only(), "chain_table"_a, "cycle_end"_a, "way"_a, "visit_table"_a,
-          "rank_table"_a, "q_heads"_a, "together"_a, "turns"_a, "split"_a, "sms"_a, "compute"_a, "reduce"_a, "signal"_a,
-          "chain"_a, "staging"_a, "jitter"_a, "pace"_a, "seed"_a, "ordered"_a);
+          "rank_table"_a, "q_heads"_a, "together"_a, "turns"_a, "split"_a, "sides"_a, "sms"_a, "others"_a, "compute"_a,
+          "reduce"_a, "signal"_a, "chain"_a, "staging"_a, "jitter"_a, "pace"_a, "seed"_a, "ordered"_a);
 }
 
 }  // namespace dash::bindings

@@ -11,6 +11,8 @@ namespace dash {
 enum class Element : int32_t { bf16 = 0, fp16 = 1 };
 enum class ScheduleId : int32_t { naive = 0, descending = 1, shift = 2, symmetric_shift = 3 };
 
+constexpr int64_t kWorkspaceAlignment = 256;
+
 // (batch, row, head, head_dim) with a contiguous last dimension. Strides count elements; the pointer
 // and all strides in bytes are multiples of 16, as the bulk tensor copies ask.
 struct MatrixView {
@@ -24,7 +26,7 @@ struct BackwardParams {
     MatrixView q, k, v, out, dout;  // inputs
     MatrixView dq, dk, dv;          // outputs, written completely
     float const* lse;               // (batch, heads_q, seqlen_q), natural logarithm, contiguous
-    void* workspace;                // workspace_layout(params).bytes bytes, aligned to 256; need not be cleared
+    void* workspace;  // workspace_layout(params).bytes bytes, aligned to kWorkspaceAlignment; need not be cleared
 
     int32_t batch;
     int32_t seqlen_q, seqlen_k;

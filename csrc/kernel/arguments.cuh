@@ -16,14 +16,20 @@ struct KernelArguments {
     CUtensorMap q, k, v, dout, dv;
     CUtensorMap out_rows, dout_rows;  // a few rows at a time, for the statistics
     CUtensorMap statistics;           // the rows of dQ seen as fp32
+    CUtensorMap sums[2];  // the sums of dQ in halves: those that begin with either set of blocks (core/l2_sides.h)
 
     schedule::TileGrid grid;
     int q_tiles, kv_tiles;  // the grid would have to divide
     int blind_tiles;        // query tiles that see no key: the first ones
     int batch, heads_q, heads_k;
     GroupParts parts;  // of the query heads of a KV head
-    int chain_heads;   // batch * heads_k * parts: what the schedule calls heads
+    int sides;         // of the L2 cache: 1 or 2. Each has its share of all that follows
+    int chain_heads;   // of batch * heads_k * parts: what the schedule calls heads
     int chains;
+    int q_heads;           // of batch * heads_q
+    uint32_t dq_sums;      // of q_heads * q_tiles
+    uint32_t first_place;  // of the sums in its page
+    int cycle_ctas;        // SMs that a cycle of chains has to be at, at a time
     bool ordered;
     float scale;
     float scale_log2;  // scale * log2(e)
@@ -32,11 +38,14 @@ struct KernelArguments {
 
     float const* lse;
     float* dq_sum;
+    int pages;  // that they lie in; 0: their sides do not matter
+    unsigned char const* page_sides;
     float* dkv_sum;
     uint32_t* dq_tickets;
     uint32_t* dkv_tickets;
-    uint32_t* claims;
-    uint32_t* statistics_claims;
+    uint32_t* seats;              // CTAs on each side
+    uint32_t* claims;             // of each side
+    uint32_t* statistics_claims;  // of each side
     uint32_t* statistics_done;
     MatrixView dq, dk;
 };

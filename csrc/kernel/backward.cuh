@@ -2,6 +2,7 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
+#include "l2_sides.cuh"
 #include "launch.cuh"
 #include "loader.cuh"
 #include "math.cuh"
@@ -37,6 +38,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         for (auto& barrier : shared.chain_full) barrier.init(1);
         for (auto& barrier : shared.chain_empty) barrier.init(Config::kMathThreads + Config::kWriterWarps * 32);
         cutlass::arch::fence_barrier_init();
+    } else if (threadIdx.x % 32 == 0 && threadIdx.x <= 64) {
+        // While the prepare kernel is at work.
+        int const block = threadIdx.x / 32 - 1;
+        uint32_t& cycles = shared.cycles_to_block[block];
+        cycles = args.sides > 1 ? cycles_to(args.dq_sum, block, cycles) : 0;
     }
     __syncthreads();
     // The launch may overlap the end of the prepare kernel; what that kernel writes is needed from here on.
@@ -47,7 +53,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         cutlass::arch::warpgroup_reg_dealloc<Config::kServiceRegisters>();
         static_assert(Config::kFirstWriterWarp + Config::kWriterWarps == 4);
         if (warp == 1)
-            RowStatistics<Config>(args, shared.statistics_desk[0], shared.rows).run();
+            RowStatistics<Config>(args, shared.statistics_desk[0], shared.rows).run(shared.side());
         else if (warp >= Config::kFirstWriterWarp)
             Writer<Config>(args, shared).run();
         else if (cute::elect_one_sync())
@@ -56,7 +62,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         cutlass::arch::warpgroup_reg_alloc<Config::kMathRegisters>();
         // In the beginning all wait for statistics: the first math warps help, in memory that is not needed yet.
         if (warp < 4 + Config::kStatisticsHelpers)
-            RowStatistics<Config>(args, shared.statistics_desk[warp - 3], shared.helper_rows(warp - 4)).run(2);
+            RowStatistics<Config>(args, shared.statistics_desk[warp - 3], shared.helper_rows(warp - 4))
+                .run(shared.side(), 2);
         __syncwarp();
         Math<Config>(args, shared).run();
     }

@@ -5,6 +5,7 @@
 
 #include <cute/tensor.hpp>
 
+#include "../core/l2_sides.h"
 #include "../core/tile_shape.h"
 #include "../schedule/head_order.h"
 
@@ -50,12 +51,14 @@ struct alignas(16) LoaderNotes {
     int end;   // the visit at which the run in hand ends
     int left;  // steps of the chain after it
     uint32_t chains;
+    int side;  // whose chain it claimed last
 };
 
 // What a writer would keep in registers if it had more of them.
 struct WriterNotes {
     Work work;  // of the running chain
     uint32_t chains, end, totals_read;
+    uint32_t page_sides[kMostPages / 32];  // a bit for each
 };
 
 // Where the `count`-th thing lies in a ring of `kDepth` buffers, and the parity of its round, which the
@@ -167,6 +170,7 @@ struct Config {
     struct StatisticsDesk {
         StatisticsTile tile[2];  // in hand, next
         TransferBarrier full[kRowStages];
+        int side;  // whose tiles it claims
     };
     using Rows = Element[kRowStages][2][kStatisticsRows * kHeadDim];  // of O and dO
 
@@ -186,6 +190,7 @@ struct Config {
         WriterNotes writer_notes[kWriterWarps];
         CompleteTile<Element> complete[kDqStages];
         StatisticsDesk statistics_desk[1 + kStatisticsHelpers];
+        uint32_t cycles_to_block[2];  // of the first place: see side()
 
         TransferBarrier k_full, v_full, q_full[kQStages], dout_full[kDoutStages];
         TransferBarrier dq_total_full[kWriterWarps], part_sum_full[kWriterWarps];
@@ -193,6 +198,8 @@ struct Config {
         Barrier dq_full[kDqStages], dq_empty[kDqStages];
         Barrier chain_full[kChainSlots], chain_empty[kChainSlots];
 
+        // The side of the L2 cache that this SM is on.
+        __device__ int side() const { return cycles_to_block[1] < cycles_to_block[0]; }
         __device__ Rows& helper_rows(int helper) { return reinterpret_cast<Rows*>(dq)[helper]; }
     };
     static_assert(kStatisticsHelpers * sizeof(Rows) <= sizeof(Shared::dq));

@@ -129,19 +129,36 @@ void validate(BackwardParams const& p) {
 
 struct WorkspacePointers {
     float *dq_sum, *dkv_sum;
-    uint32_t *dq_tickets, *dkv_tickets, *claims, *statistics_claims, *statistics_done;
+    unsigned char* page_sides;
+    uint32_t *dq_tickets, *dkv_tickets, *seats, *claims, *statistics_claims, *statistics_done;
 
     WorkspacePointers(BackwardParams const& p, WorkspaceLayout const& layout) {
-        auto* const base = static_cast<unsigned char*>(p.workspace);
+        auto const address = reinterpret_cast<uintptr_t>(p.workspace);
+        auto* const base =
+            reinterpret_cast<unsigned char*>((address + layout.alignment - 1) / layout.alignment * layout.alignment);
         dq_sum = reinterpret_cast<float*>(base + layout.dq_sum);
         dkv_sum = reinterpret_cast<float*>(base + layout.dkv_sum);
         dq_tickets = reinterpret_cast<uint32_t*>(base + layout.dq_tickets);
         dkv_tickets = reinterpret_cast<uint32_t*>(base + layout.dkv_tickets);
-        claims = reinterpret_cast<uint32_t*>(base + layout.claims);
-        statistics_claims = claims + 1;
-        statistics_done = claims + 2;
+        seats = reinterpret_cast<uint32_t*>(base + layout.claims);
+        claims = seats + 2;
+        statistics_claims = seats + 4;
+        statistics_done = reinterpret_cast<uint32_t*>(base + layout.statistics_done);
+        page_sides = base + layout.page_sides;
+    }
+
+    uint32_t first_place() const { return reinterpret_cast<uintptr_t>(dq_sum) / kSumPlace % kPlacesAPage; }
+    // That `places` places lie in, as far as their sides are measured.
+    int pages(int64_t places) const {
+        return int(std::min<int64_t>((first_place() + places - 1) / kPlacesAPage + 1, kMostPages));
     }
 };
+
+int sides_of(BackwardParams const& p, schedule::TileGrid const& grid) {
+    int const cycle_ctas = p.ordered ? resident_ctas_needed(p.schedule, grid) : 1;
+    return l2_sides(int64_t(p.batch) * p.heads_k, group_parts(p, grid).count, grid, cycle_ctas,
+                    resident_ctas(p.device, p.sm_margin));
+}
 
 int prepare(BackwardParams const& p) {
     validate(p);
@@ -157,6 +174,12 @@ int prepare(BackwardParams const& p) {
         args.dq_sum = reinterpret_cast<float4*>(workspace.dq_sum);
         args.dq_sum_quads = (layout.dkv_sum - layout.dq_sum) / 16;
     }
+    if (sides_of(p, grid) > 1) {
+        args.sums = workspace.dq_sum;
+        args.page_sides = workspace.page_sides;
+        args.pages = workspace.pages(int64_t(p.batch) * p.heads_q / 2 * grid.q_tiles());
+        args.first_place = workspace.first_place();
+    }
     args.dq = p.dq;
     args.heads_q = p.heads_q;
     args.blind_rows_a_head = schedule::min_of(grid.first_query(0) * grid.q_rows, p.seqlen_q);
@@ -164,7 +187,9 @@ int prepare(BackwardParams const& p) {
 
     int64_t const most = std::max({args.counter_words, args.dq_sum_quads, args.blind_rows * p.head_dim / 8});
     cudaLaunchConfig_t config{};
-    config.gridDim = unsigned(std::min((most + kPrepareThreads - 1) / kPrepareThreads, int64_t(4096)));
+    int64_t const blocks = std::max<int64_t>(schedule::ceil_div(args.pages, kPagesABlock),
+                                             std::min((most + kPrepareThreads - 1) / kPrepareThreads, int64_t(4096)));
+    config.gridDim = unsigned(blocks);
     config.blockDim = kPrepareThreads;
     config.stream = static_cast<cudaStream_t>(p.stream);
     check(with_types(p,
@@ -208,8 +233,16 @@ int run(BackwardParams const& p) {
     args.heads_q = p.heads_q;
     args.heads_k = p.heads_k;
     args.parts = group_parts(p, args.grid);
-    args.chain_heads = p.batch * p.heads_k * args.parts.count;
+    args.sides = sides_of(p, args.grid);
+    args.chain_heads = p.batch * p.heads_k * args.parts.count / args.sides;
     args.chains = args.chain_heads * args.grid.kv_tiles();
+    args.q_heads = p.batch * p.heads_q / args.sides;
+    args.dq_sums = uint32_t(args.q_heads) * args.q_tiles;
+    args.first_place = workspace.first_place();
+    args.pages = args.sides > 1 ? workspace.pages(args.dq_sums) : 0;
+    args.page_sides = workspace.page_sides;
+    args.cycle_ctas = p.ordered ? resident_ctas_needed(p.schedule, args.grid) : 1;
+    for (int set = 0; set < 2; ++set) args.sums[set] = sum_map(workspace.dq_sum, args.dq_sums, set, args.sides);
     args.ordered = p.ordered != 0;
     args.scale = p.softmax_scale;
     args.scale_log2 = p.softmax_scale * kLog2e;
@@ -220,6 +253,7 @@ int run(BackwardParams const& p) {
     args.dkv_sum = workspace.dkv_sum;
     args.dq_tickets = workspace.dq_tickets;
     args.dkv_tickets = workspace.dkv_tickets;
+    args.seats = workspace.seats;
     args.claims = workspace.claims;
     args.statistics_claims = workspace.statistics_claims;
     args.statistics_done = workspace.statistics_done;
@@ -228,7 +262,7 @@ int run(BackwardParams const& p) {
 
     Launcher const launch = with_types(
         p, [&](auto element, auto head_dim) { return launcher_for<decltype(element), head_dim>(p.schedule); });
-    int const ctas = schedule::min_of(resident_ctas(p.device, p.sm_margin), args.chains);
+    int const ctas = schedule::min_of(resident_ctas(p.device, p.sm_margin), args.sides * args.chains);
     check(launch(args, ctas, static_cast<cudaStream_t>(p.stream)), "launch of the backward kernel");
     return 0;
 }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "../core/l2_sides.h"
 #include "arguments.cuh"
 #include "config.cuh"
 #include "load_box.cuh"
@@ -22,6 +23,7 @@ struct Loader {
     __device__ void run() {
         prefetch_descriptors();
         LoaderNotes& notes = shared.loader_notes;
+        notes.side = first_side();
         uint32_t step = 0;
         for (notes.chains = 0; begin_chain(); ++notes.chains) {
             Work const& work = shared.work[typename Config::ChainPlace(notes.chains).slot];
@@ -52,7 +54,7 @@ struct Loader {
         int const claim = next_claim(shared.loader_notes.chains);
         typename Config::ChainPlace const place(shared.loader_notes.chains);
         Work& work = shared.work[place.slot];
-        if (claim >= args.chains) {
+        if (claim < 0) {
             work.batch = -1;
             shared.chain_full[place.slot].arrive();
             return false;
@@ -60,7 +62,8 @@ struct Loader {
         work.claim = claim;
         schedule::Chain const chain = policy().chain(claim, args.chain_heads);
         work.kv_tile = chain.kv_tile;
-        schedule::Division const kv_head = schedule::divide(chain.head, args.parts.count);
+        schedule::Division const kv_head =
+            schedule::divide(shared.loader_notes.side * args.chain_heads + chain.head, args.parts.count);
         work.part = kv_head.rest;
         schedule::Division const batch = schedule::divide(kv_head.quotient, args.heads_k);
         work.batch = batch.quotient;
@@ -102,19 +105,39 @@ struct Loader {
         return visit != words.w;
     }
 
-    // Waits until a slot is free, then claims. The next chain may be claimed while the running one is in
-    // flight, unless both could be of one cycle and wait for each other (see schedule/policy.h).
+    // The side of the L2 cache on which this CTA begins to claim. That side 1 opens need not be seen by all.
+    __device__ int first_side() {
+        int const side = shared.side();
+        if (args.sides == 1 || args.cycle_ctas == 1) return side;
+        constexpr int kLooks = 64;  // some 20 us, in which a launch that has the chip to itself is complete
+        atomicAdd(args.seats + side, 1u);
+        for (int look = 0; look < kLooks; ++look)
+            if (side_1_opens(args.cycle_ctas, int(ptx::load_relaxed(args.seats)),
+                             int(ptx::load_relaxed(args.seats + 1))))
+                return side;
+        return 0;
+    }
+
+    // Waits until a slot is free, then claims. Returns a negative number if there is nothing left on either side. The
+    // next chain may be claimed while the running one is in flight, unless both could be of one cycle and wait for each
+    // other (see schedule/policy.h).
     __device__ int next_claim(uint32_t chain_count) {
         typename Config::ChainPlace const place(chain_count);
         shared.chain_empty[place.slot].wait(place.parity ^ 1);
+        int& side = shared.loader_notes.side;
         if (chain_count > 0) {
             typename Config::ChainPlace const previous(chain_count - 1);
             int const running = shared.work[previous.slot].claim;
             int const cycle_end = policy().cycle_end(running, args.chain_heads);
-            bool const one_cycle = cycle_end > running + 1 && int(ptx::load_relaxed(args.claims)) < cycle_end;
+            bool const one_cycle = cycle_end > running + 1 && int(ptx::load_relaxed(args.claims + side)) < cycle_end;
             if (Policy::kWaitsInLine || one_cycle) shared.chain_empty[previous.slot].wait(previous.parity);
         }
-        return int(atomicAdd(args.claims, 1u));
+        for (int sides = args.sides; sides > 0; --sides) {
+            int const claim = int(atomicAdd(args.claims + side, 1u));
+            if (claim < args.chains) return claim;
+            if (sides > 1) side ^= 1;
+        }
+        return -1;
     }
 
     // Of all query tiles of a head, when the chain comes to the head for the first time.

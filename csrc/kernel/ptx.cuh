@@ -17,6 +17,18 @@ __device__ __forceinline__ int thread_index() {
     return index;
 }
 
+__device__ __forceinline__ uint32_t sm_id() {
+    uint32_t id;
+    asm("mov.u32 %0, %%smid;" : "=r"(id));
+    return id;
+}
+
+__device__ __forceinline__ uint32_t clock() {
+    uint32_t cycles;
+    asm volatile("mov.u32 %0, %%clock;" : "=r"(cycles)::"memory");
+    return cycles;
+}
+
 __device__ __forceinline__ uint64_t global_timer_ns() {
     uint64_t ns;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
@@ -37,6 +49,12 @@ __device__ __forceinline__ uint32_t load_relaxed(uint32_t const* word) {
 
 __device__ __forceinline__ void add_release(uint32_t* word, uint32_t value) {
     asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ uint32_t fetch_add_relaxed(uint32_t* word, uint32_t value) {
+    uint32_t old;
+    asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(word), "r"(value) : "memory");
+    return old;
 }
 
 __device__ __forceinline__ uint32_t fetch_add_acq_rel(uint32_t* word, uint32_t value) {

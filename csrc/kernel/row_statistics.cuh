@@ -35,9 +35,10 @@ struct RowStatistics {
     __device__ RowStatistics(KernelArguments const& a, typename Config::StatisticsDesk& d, typename Config::Rows& r)
         : args(a), desk(d), rows(r) {}
 
-    // Works off the queue, or as much of it as `most` tiles.
-    __device__ void run(uint32_t most = ~0u) {
+    // Works off the queues of both sides of the L2 cache, or as much of them as `most` tiles.
+    __device__ void run(int first_side, uint32_t most = ~0u) {
         if (lane() == 0) {
+            desk.side = first_side;
             find_tile(claim(), tile_at(0));
             for (int stage = 0; stage < Config::kRowStages; ++stage) load(tile_at(0), stage);
         }
@@ -59,7 +60,17 @@ struct RowStatistics {
   private:
     __device__ static int lane() { return ptx::thread_index() % 32; }
     __device__ auto& tile_at(uint32_t count) { return desk.tile[count % 2]; }
-    __device__ int claim() { return int(atomicAdd(args.statistics_claims, 1u)); }
+
+    // A query tile's number, counted through the heads of both sides; kNone if there is none.
+    __device__ int claim() {
+        int const tiles = args.q_heads * (args.q_tiles - args.blind_tiles);
+        for (int sides = args.sides; sides > 0; --sides) {
+            int const number = int(atomicAdd(args.statistics_claims + desk.side, 1u));
+            if (number < tiles) return desk.side * tiles + number;
+            if (sides > 1) desk.side ^= 1;
+        }
+        return kNone;
+    }
 
     __device__ void find_tile(int number, typename Config::StatisticsTile& tile) {
         int const tiles = args.q_tiles - args.blind_tiles;

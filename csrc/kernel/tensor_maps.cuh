@@ -3,11 +3,13 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
 
 #include "../core/backward.h"
+#include "../core/l2_sides.h"
 
 namespace dash {
 
@@ -50,6 +52,27 @@ inline CUtensorMap tensor_map(char const* name, MatrixView const& view, Extent c
     if (status != CUDA_SUCCESS)
         throw std::invalid_argument(std::string(name) + ": the driver refuses its tensor map (error " +
                                     std::to_string(status) + "); pointer and strides must be multiples of 16 bytes");
+    return map;
+}
+
+// A map for halves of the sums of dQ, 16 KB each, by their number; for those in one set of the blocks of their side of
+// the L2 cache, or, with one side, for all of them, one after the other. Its dimensions are (1 KB, 4 KB, block, pair of
+// blocks, half).
+inline CUtensorMap sum_map(float* sums, uint32_t count, int set, int sides) {
+    uint32_t const halves = sides > 1 ? kSumPlace / 2 : 4 * kSideBlock;
+    uint32_t const next_block = sides == 1 || set == 1 ? kSideBlock : 3 * kSideBlock;
+    cuuint64_t const sizes[] = {256, 4, 2, 2, std::max<cuuint64_t>(2 * cuuint64_t(count), 1)};
+    cuuint64_t const strides[] = {1024, next_block, halves / 2, halves};
+    cuuint32_t const box[] = {256, 4, 2, 2, 1};
+    cuuint32_t const steps[] = {1, 1, 1, 1, 1};
+    auto* const first = reinterpret_cast<unsigned char*>(sums) + (sides > 1 ? set * kSideBlock : 0);
+    CUtensorMap map;
+    CUresult const status = encode_tensor_map()(&map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 5, first, sizes, strides, box,
+                                                steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
+                                                CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (status != CUDA_SUCCESS)
+        throw std::runtime_error("the driver refuses the tensor map of the sums (error " + std::to_string(status) +
+                                 ")");
     return map;
 }
 

@@ -3,6 +3,7 @@
 #include "arguments.cuh"
 #include "config.cuh"
 #include "fragments.cuh"
+#include "l2_sides.cuh"
 #include "ordering.cuh"
 
 namespace dash {
@@ -24,6 +25,7 @@ struct Writer {
     }
 
     __device__ void run() {
+        read_page_sides();
         // How often buffers were used, but for the uses by parts, which are a multiple of the buffers' period.
         uint32_t use = 0;
         while (begin_chain(use)) {
@@ -46,6 +48,16 @@ struct Writer {
 
     __device__ WriterNotes& notes() { return shared.writer_notes[writer()]; }
     __device__ Work const& work() { return notes().work; }
+
+    // Which side of the L2 cache each page of the sums is on.
+    __device__ void read_page_sides() {
+        for (int begin = 0; begin < args.pages; begin += 32) {
+            int const page = begin + lane();
+            uint32_t const word = __ballot_sync(0xffffffffu, page < args.pages && args.page_sides[page] != 0);
+            if (lane() == 0) notes().page_sides[begin / 32] = word;
+        }
+        __syncwarp();
+    }
 
     // Waits for the next chain. Returns false if there is none.
     __device__ bool begin_chain(uint32_t use) {
@@ -79,8 +91,8 @@ struct Writer {
     // total is then in the tile's place.
     __device__ bool contribute(StepSlot const& slot, float* staged) {
         if (slot.contributors == 1) return true;
-        constexpr uint32_t kBytes = Config::kDqTileFloats * sizeof(float);
         uint32_t* const ticket = args.dq_tickets + slot.sum;
+        SumPlace const place = place_of(slot.sum);
 
         int const rank = slot.rank;
         if (rank > 0) {
@@ -89,8 +101,7 @@ struct Writer {
             });
             ptx::fence_proxy_async_global();
         }
-        float* const sum = args.dq_sum + int64_t(slot.sum) * Config::kDqTileFloats;
-        add(staged, sum, kBytes, rank == 0);
+        add(staged, place, rank == 0);
 
         bool last = rank + 1 == slot.contributors;
         if (rank < 0)
@@ -100,19 +111,58 @@ struct Writer {
         if (!last) return false;
         ptx::fence_proxy_async_global();
         auto& full = shared.dq_total_full[writer()];
-        full.arrive_and_expect_tx(kBytes);
-        cute::SM90_BULK_COPY_G2S::copy(sum, reinterpret_cast<uint64_t*>(&full), staged, kBytes);
+        full.arrive_and_expect_tx(Config::kDqTileFloats * sizeof(float));
+        for_halves(staged, place, [&](CUtensorMap const* map, float* half, int number) {
+            constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+            cute::SM90_TMA_LOAD_5D::copy(map, reinterpret_cast<uint64_t*>(&full), kHint, half, 0, 0, 0, 0, number);
+        });
         full.wait(notes().totals_read++ & 1);
         return true;
     }
 
-    // Returns when the sum has landed.
+    // The sum of a query tile: its number among those of its side, and with which set of blocks it begins. On one side
+    // there are no sets, and both maps are the same.
+    struct SumPlace {
+        uint32_t number, set;
+    };
+    __device__ SumPlace place_of(uint32_t sum) {
+        uint32_t const side = sum >= args.dq_sums, number = sum - side * args.dq_sums;
+        uint32_t const place = args.first_place + number;
+        uint32_t const page = min(place / kPlacesAPage, uint32_t(kMostPages - 1));
+        uint32_t const page_side = notes().page_sides[page / 32] >> page % 32 & 1;
+        return {number, side_by_number(place) ^ page_side ^ side};
+    }
+
+    template <class F>
+    __device__ void for_halves(float* staged, SumPlace const& place, F&& f) {
+        f(&args.sums[place.set], staged, 2 * place.number);
+        f(&args.sums[place.set ^ 1], staged + Config::kDqTileFloats / 2, 2 * place.number + 1);
+    }
+
+    __device__ void add(float* staged, SumPlace const& place, bool first) {
+        cutlass::arch::fence_view_async_shared();  // what the math warps staged, for the copy
+        if (first)
+            for_halves(staged, place, [](CUtensorMap const* map, float const* half, int number) {
+                cute::SM90_TMA_STORE_5D::copy(map, half, 0, 0, 0, 0, number);
+            });
+        else
+            for_halves(staged, place, [](CUtensorMap const* map, float const* half, int number) {
+                cute::SM90_TMA_REDUCE_ADD_5D::copy(map, half, 0, 0, 0, 0, number);
+            });
+        wait_until_added();
+    }
+
     __device__ void add(float const* staged, float* sum, uint32_t bytes, bool first) {
         cutlass::arch::fence_view_async_shared();  // what the math warps staged, for the copy
         if (first)
             cute::SM90_BULK_COPY_S2G::copy(staged, sum, bytes);
         else
             ptx::bulk_reduce_add(sum, staged, bytes);
+        wait_until_added();
+    }
+
+    // Returns when a sum has landed.
+    __device__ static void wait_until_added() {
         ptx::bulk_commit();
         ptx::bulk_wait_complete();
         ptx::fence_proxy_async_global();

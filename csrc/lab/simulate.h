@@ -20,6 +20,7 @@ struct Chains {
     int together;              // in which sequence: see schedule/head_order.h
     bool turns;                // the same
     std::vector<int> split;    // by KV tile: the same
+    int sides;                 // of the L2 cache: 2, if each half of the claims is an order of its own
     std::vector<int> head;     // by claim: which head, counted in chains
     std::vector<int> kv_tile;  // by claim
     std::vector<int> cycle_end;  // by claim: the first claim after the chains that may wait for it
@@ -39,6 +40,7 @@ struct Chains {
 // All times in one unit, the caller's.
 struct Machine {
     int sms;
+    int others;      // of them, SMs that begin with the second half of the claims
     double compute;  // of a task
     double reduce;   // of a task, until the sum has landed
     double signal;   // from there until the next rank may start
@@ -66,6 +68,8 @@ class Simulator {
         number_tasks();
         order_reductions();
         sm_state.resize(machine.sms);
+        for (int sm = 0; sm < machine.others; ++sm) sm_state[2 * sm + 1].side = 1;
+        claimed[1] = half_of_claims();
     }
 
     Timeline run() {
@@ -98,6 +102,7 @@ class Simulator {
 
     struct Sm {
         std::vector<int> tasks;  // all so far
+        int side = 0;            // of the L2 cache, of the chain that it claimed last
         int claim = -1;
         bool draining = false;  // the next claim waits for the chain's last reduction
     };
@@ -107,7 +112,7 @@ class Simulator {
     Timeline line;
     std::vector<Sm> sm_state;
     std::priority_queue<Event, std::vector<Event>, std::greater<Event>> events;
-    int claimed = 0;
+    int claimed[2] = {};                      // the next one on each side
     std::vector<int> first_task, open_tasks;  // by claim
     std::vector<int> place;                   // by task: its index among its SM's tasks
     std::vector<char> blocked;                // by task: computed, and waits for a staging buffer
@@ -115,6 +120,9 @@ class Simulator {
     // The sum of each query tile of each query head: its tasks by rank, and how far it is.
     std::vector<int> sum_begin, sum_tasks, ticket;
     std::vector<double> turn;  // when the ticket was seen by the next rank
+
+    int half_of_claims() const { return chains.sides > 1 ? chains.claims() / 2 : chains.claims(); }
+    bool anything_left(int side) const { return claimed[side] < (side == 0 ? half_of_claims() : chains.claims()); }
 
     void number_tasks() {
         int tasks = 0;
@@ -176,8 +184,10 @@ class Simulator {
     void claim_next(int sm, double now) {
         Sm& state = sm_state[sm];
         // A chain without visits is claimed and done: its dK and dV are zeros.
-        for (; claimed < chains.claims();) {
-            int const claim = claimed++;
+        for (;;) {
+            if (!anything_left(state.side)) state.side ^= 1;
+            if (!anything_left(state.side)) return;
+            int const claim = claimed[state.side]++;
             state.claim = claim;
             line.claimed[claim] = now;
             now += machine.chain;
@@ -250,7 +260,7 @@ class Simulator {
         if (task + 1 < first_task[claim + 1]) return start(task + 1, sm, now);
         // As the kernel's loader: two chains of one cycle are never held at the same time.
         int const cycle_end = chains.cycle_end[claim];
-        if (open_tasks[claim] == 0 || cycle_end == claim + 1 || claimed >= cycle_end)
+        if (open_tasks[claim] == 0 || cycle_end == claim + 1 || claimed[sm_state[sm].side] >= cycle_end)
             claim_next(sm, now);
         else
             sm_state[sm].draining = true;

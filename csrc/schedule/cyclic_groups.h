@@ -12,6 +12,8 @@ constexpr int kMaxCyclicGroup = 64;
 // About the number of SMs of a full chip. It shapes the order of issue, and decides into how many parts a group of
 // query heads is cut (core/workspace.h), so the bits depend on it: a constant too.
 constexpr int kChainsThatFillAChip = 128;
+// And of one side of its L2 cache, whose SMs have an order of issue of their own (core/l2_sides.h).
+constexpr int kChainsThatFillASide = kChainsThatFillAChip / 2;
 
 // `members` KV tiles cut into groups of nearly equal size, each group rotating over the `span` query
 // tiles that start at `origin`. Groups follow each other in every query tile's order. A group has no more

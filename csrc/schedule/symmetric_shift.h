@@ -76,11 +76,11 @@ struct SymmetricShift {
         return block.claim < lower * block.heads ? block.first_claim + cycle.cycle_end(block.claim, block.heads)
                                                  : claim + 1;
     }
-    // Where two heads' first chains fill a chip, the two are a block: each CTA takes one chain of either kind, and they
-    // end together. Shorter chains are so many that larger blocks cost nothing, and meet at fewer borders.
+    // Where a head's first chains fill a side, it is a block: each CTA takes one chain of either kind, and they end
+    // together. Shorter chains are so many that larger blocks cost nothing, and meet at fewer borders.
     DASH_HD int block_size(int heads) const {
-        bool const two_fill = grid.causal && lower == cycle.group_size && 2 * lower == kChainsThatFillAChip;
-        return two_fill && heads % 2 == 0 ? 2 : heads_per_block(heads, cycle.group_size);
+        bool const fills = grid.causal && lower == cycle.group_size && lower == kChainsThatFillASide;
+        return fills ? 1 : heads_per_block(heads, cycle.group_size);
     }
     DASH_HD int slot(int kv_tile) const {
         return kv_tile < lower ? kv_tile - cycle.group_begin(kv_tile) : grid.kv_tiles() - 1 - kv_tile;

@@ -255,17 +255,17 @@ def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 @lru_cache(maxsize=128)
-def _plan(shape: Shape, schedule: str) -> Plan:
+def _plan(shape: Shape, schedule: str, num_sms: int) -> Plan:
     return plan_call(
         schedule, shape.batch, shape.seqlen, shape.seqlen, shape.heads, shape.kv_heads, shape.head_dim,
-        shape.causal,
+        shape.causal, num_sms,
     )  # fmt: skip
 
 
 def predict(shape: Shape, schedule: str, costs: Costs, num_sms: int, prepare: float = PREPARE_US) -> float:
     """The model's time of a backward call, in microseconds. Raises Deadlock on too few SMs."""
     run = simulate(
-        _plan(shape, schedule), num_sms, costs.compute, costs.reduce, costs.signal, "pipelined",
+        _plan(shape, schedule, num_sms), num_sms, costs.compute, costs.reduce, costs.signal, "pipelined",
         chain=costs.chain, drained=waits_in_line(schedule),
     )  # fmt: skip
     return prepare + run.makespan

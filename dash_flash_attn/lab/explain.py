@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..ops import auto_schedule
-from ..schedule import SCHEDULES, Plan, plan_call, schedule_name, waits_in_line
+from ..schedule import H200_SMS, SCHEDULES, Plan, plan_call, schedule_name, waits_in_line
 from .simulate import Costs, simulate
-
-H200_SMS = 132
 
 # In microseconds, by head dimension: fitted by `lab calibrate --record` to the H200 times of 2026-11-30,
 # benchmarks/results/backward.json; the fit is benchmarks/results/calibration.json. What it says well is
@@ -91,7 +89,7 @@ def explain(
         costs = H200_COSTS[head_dim]
 
     plans = {
-        name: plan_call(name, batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim, causal)
+        name: plan_call(name, batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim, causal, num_sms)
         for name in SCHEDULES
     }
     forecasts = []

@@ -165,7 +165,8 @@ def simulate(
         # The simulator drains until all chains of the cycle are claimed: as if they all were of one.
         tables["cycle_end"] = np.full_like(tables["cycle_end"], len(plan.chain_table))
     line = _native.simulate(
-        **tables, sms=num_sms, compute=compute, reduce=reduce, signal=signal, chain=chain,
+        **tables, sms=num_sms, others=plan.others(num_sms),
+        compute=compute, reduce=reduce, signal=signal, chain=chain,
         staging=staging, jitter=jitter, pace=pace, seed=seed, ordered=not unordered,
     )  # fmt: skip
     if line.pop("unfinished"):

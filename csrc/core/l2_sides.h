@@ -1,0 +1,54 @@
+#pragma once
+
+#include <cstdint>
+
+#include "../schedule/cyclic_groups.h"
+
+namespace dash {
+
+// The L2 cache of a Hopper chip has two sides, each with half of the SMs and half of the memory next to it. What an SM
+// adds to memory on the other side goes through the link between them, which is slower and costs more energy. So half
+// of the KV heads belong to each side: their chains are claimed by its SMs first, and their sums of dQ lie in its
+// memory. Bits know nothing of it: an SM that has nothing left to claim helps the other side, and a side that was
+// taken for the other one only costs time.
+//
+// Memory changes sides every 4 KB. On H200, measured by the time that atomic operations take (304 cycles near, 500
+// far), a block's side is the parity of these bits of its address,
+constexpr uint32_t kSideBits = 0xab000;
+// and of a bit for its page of 2 MB, which belongs to the physical address: each call measures it anew. So a place of
+// 64 KB has room for a sum of either side:
+//
+//   block of 4 KB    0 1 2 3 4 5 6 7   8 9 . . . . . 15
+//   one side         # . . # # . . #   . # # . . # # .
+//   the other one    . # # . . # # .   # . . # # . . #
+//
+// In half a place these are two sets of four blocks: {0, 3, 4, 7} and {1, 2, 5, 6}. Whoever has one of them in the
+// first half has the other one in the second.
+constexpr uint32_t kSideBlock = 4096;
+constexpr uint32_t kSumPlace = 16 * kSideBlock;
+constexpr uint32_t kPageBytes = 2 << 20;
+constexpr int kPlacesAPage = kPageBytes / kSumPlace;
+constexpr uint32_t kPlaceSideBits = kSideBits / kSumPlace & (kPlacesAPage - 1);
+static_assert((kSideBits / kSideBlock & 15) == 0b1011, "the sets of blocks");
+
+// Of more pages, 4 GB, the sides are not measured.
+constexpr int kMostPages = 2048;
+
+// On how many sides a call of so many KV heads, each cut into parts, runs. On one if the heads do not fall into halves
+// (of pairs, where heads come in pairs), if there are too few chains to be worth a measurement, or if a side might not
+// have the SMs at which a cycle of chains has to be at a time.
+inline int l2_sides(int64_t heads, int parts, schedule::TileGrid const& grid, int cycle_ctas, int resident_ctas) {
+    int64_t const chains = heads * parts * grid.kv_tiles();
+    bool const halves = heads % (grid.paired ? 4 : 2) == 0;
+    bool const worth_it = grid.kv_tiles() > 1 && chains >= 3 * schedule::kChainsThatFillAChip;
+    return halves && worth_it && 2 * cycle_ctas <= resident_ctas ? 2 : 1;
+}
+
+// Whether CTAs may begin with the chains of side 1, by how many have come on either side. Chains of a cycle wait for
+// each other: with too few CTAs each side would wait for the other one's. Those who begin on side 0 go over to side 1
+// when nothing is left to claim.
+DASH_HD bool side_1_opens(int cycle_ctas, int ctas_on_0, int ctas_on_1) {
+    return schedule::min_of(ctas_on_0, ctas_on_1) >= cycle_ctas;
+}
+
+}  // namespace dash

@@ -1,0 +1,27 @@
+#pragma once
+
+#include "../core/l2_sides.h"
+#include "ptx.cuh"
+
+namespace dash {
+
+// How many cycles this SM is away from a block of a place: of a few atomic operations the fastest. They add nothing,
+// and each SM has words of its own, so that it does not matter who else looks. `landing` is in shared memory.
+__device__ __forceinline__ uint32_t cycles_to(void* place, int block, uint32_t volatile& landing) {
+    unsigned char* const address = static_cast<unsigned char*>(place) + block * kSideBlock + ptx::sm_id() % 128 * 32;
+    uint32_t fastest = ~0u;
+#pragma unroll 1
+    for (int i = 0; i < 3; ++i) {
+        uint32_t const begin = ptx::clock();
+        // A store waits for what it stores, and so does the clock behind it.
+        landing = ptx::fetch_add_relaxed(reinterpret_cast<uint32_t*>(address), 0);
+        uint32_t const cycles = ptx::clock() - begin;
+        fastest = cycles < fastest ? cycles : fastest;
+    }
+    return fastest;
+}
+
+// The parity that a place's number gives its first block. The number counts from the begin of a page.
+__device__ __forceinline__ uint32_t side_by_number(uint32_t place) { return __popc(place & kPlaceSideBits) & 1; }
+
+}  // namespace dash
