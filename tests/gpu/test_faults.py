@@ -77,6 +77,10 @@ def test_compute_sanitizer(tool: str) -> None:
         for schedule in SCHEDULES:
             backward(case, tensors, schedule)
             backward(case, tensors, schedule, sm_margin=few)  # several chains on each of three CTAs
+        # Chains enough for both sides of the L2 cache.
+        both = Case(300, 300, 64, 64, head_dim, torch.bfloat16, True, batch=2)
+        q, k, v, dout = both.inputs()
+        backward(both, (dout, q, k, v, *forward(both, q, k, v)), "shift")
         # Parts of a group, and query tiles to which one KV tile contributes.
         one = Case(100, 100, 64, 1, head_dim, torch.bfloat16, False, batch=1)
         q, k, v, dout = one.inputs()

@@ -94,13 +94,27 @@ def test_chains_that_climb_from_the_diagonal_need_no_others_beside_them() -> Non
     assert_same(backward(case, tensors, "shift", sm_margin=sms - 1), backward(case, tensors, "shift"))
 
 
-# Lengths and heads where the batch decides how busy the GPU is, among them MQA, whose group is cut.
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_side_of_the_l2_cache_that_has_too_few_sms_for_a_cycle(head_dim: int) -> None:
+    # Cycles of 64 chains on either side of the cache, whose SMs are half of the chip's 132: a margin of a few
+    # SMs leaves both with enough, or one of them, or there is one side only.
+    case = Case(8192, 8192, 8, 8, head_dim, BF16, False, batch=1)
+    tensors = prepared(case)
+    first = backward(case, tensors, "shift")
+    for sm_margin in range(8):
+        assert_same(backward(case, tensors, "shift", sm_margin=sm_margin), first, f"sm_margin {sm_margin}")
+
+
+# Lengths and heads where the batch decides how busy the GPU is, among them MQA, whose group is cut. The last
+# three are for both sides of the L2 cache, and an entry alone is for one.
 BATCHED = [
     Case(1024, 1024, 4, 4, 128, BF16, True, batch=5),
     Case(200, 3000, 8, 2, 64, BF16, True, batch=7),
     Case(1, 2000, 8, 2, 128, BF16, False, batch=4),
     Case(777, 777, 8, 1, 128, FP16, False, batch=6),
     Case(64, 64, 16, 16, 64, BF16, True, batch=64),
+    Case(8192, 8192, 2, 2, 128, BF16, False, batch=4),
+    Case(2048, 2048, 4, 4, 64, FP16, True, batch=8),
     Case(4096, 4096, 16, 4, 128, BF16, True, batch=3),
 ]
 
