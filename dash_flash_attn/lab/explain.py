@@ -12,8 +12,8 @@ from .simulate import Costs, simulate
 # benchmarks/results/backward.json; the fit is benchmarks/results/calibration.json. What it says well is
 # compute, chain and the hop reduce + signal; how the hop splits into its two parts it hardly says.
 H200_COSTS = {
-    64: Costs(compute=2.519, reduce=0.730, signal=0.844, chain=4.72),
-    128: Costs(compute=2.284, reduce=0.008, signal=0.969, chain=9.16),
+    64: Costs(compute=2.437, reduce=0.369, signal=1.342, chain=5.10),
+    128: Costs(compute=2.221, reduce=0.004, signal=0.645, chain=9.54),
 }
 
 
@@ -122,7 +122,7 @@ def _rule(plan: Plan, causal: bool, square: bool) -> str:
     if not causal:
         return f'Without a mask "auto" is {schedule}: no two chains of a cycle meet.'
     if schedule == "symmetric_shift" and square and plan.grid.paired:
-        why = "chains of two heads fill a chip, and what they read stays in the L2 cache"
+        why = "a head's chains fill one side of the L2 cache, and what they read stays in it"
     elif schedule == "symmetric_shift":
         why = "long and short chains share a CTA"
     elif len(plan.visit_table) == 2:
