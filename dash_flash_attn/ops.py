@@ -62,10 +62,6 @@ def auto_schedule(
     if groups and head_dim == 128 and seqlen_q > 16384 and heads_q * grid.q_tiles() >= 8192:
         return "descending"
     square = seqlen_q == seqlen_k
-    # The rectangle of a head fills one side of the L2 cache, and that order issues heads one by one there:
-    # their Q and dO stay in the cache.
-    if square and head_dim == 128 and grid.paired and grid.kv_tiles() == 128:
-        return "symmetric_shift"
     # On a square chains climb from the diagonal and do not mind late starts. At head dimension 64 that has
     # them one query tile apart, and the even end of the other order is worth more, unless the heads of a pair
     # go opposite ways (docs/schedules.md, "auto"). Above 128 KV tiles half of them are more than one cycle of

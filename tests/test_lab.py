@@ -647,7 +647,7 @@ def test_explain_says_what_auto_takes():
         ((1, 2048, 2048, 4, 2, 64, True), "all chains climb"),
         ((1, 2048, 2048, 3, 3, 64, True), "long and short chains share"),
         ((1, 1024, 2048, 4, 4, 64, True), "long and short chains share"),
-        ((1, 16384, 16384, 2, 2, 128, True), "fill one side of the L2 cache"),
+        ((1, 16384, 16384, 2, 2, 128, True), "all chains climb"),
         ((1, 17000, 16900, 1, 1, 128, True), "above 128 KV tiles"),
         ((1, 32768, 32768, 16, 4, 128, True), "chains in line"),
     ],

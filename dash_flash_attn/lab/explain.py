@@ -121,9 +121,7 @@ def _rule(plan: Plan, causal: bool, square: bool) -> str:
         return '"auto" is descending for sequences this long: chains in line share what is in the L2 cache.'
     if not causal:
         return f'Without a mask "auto" is {schedule}: no two chains of a cycle meet.'
-    if schedule == "symmetric_shift" and square and plan.grid.paired:
-        why = "a head's chains fill one side of the L2 cache, and what they read stays in it"
-    elif schedule == "symmetric_shift":
+    if schedule == "symmetric_shift":
         why = "long and short chains share a CTA"
     elif len(plan.visit_table) == 2:
         why = "the heads of a pair go opposite ways, and a long chain follows a short one"
