@@ -157,15 +157,11 @@ def test_auto_is_what_was_measured_to_pay() -> None:
     for n in (512, 2048, 16384, 32768):
         for head_dim, heads in ((64, 32), (128, 16)):
             assert auto(n, heads, heads, head_dim, False) == "shift"
-            two_fill_a_chip = head_dim == 128 and n == 16384
-            expected = "symmetric_shift" if two_fill_a_chip else "shift"
-            assert auto(n, heads, heads, head_dim, True) == expected
+            assert auto(n, heads, heads, head_dim, True) == "shift"
         assert auto(n, 32, 8, 64, True) == auto(n, 25, 25, 128, True) == "shift"
     by_length = {n: auto(n, 32, 8, 128, True) for n in (2048, 16384, 32768)}
     assert list(by_length.values()) == ["shift", "shift", "descending"]
     assert auto(32768, 8, 2, 128, True) == "shift"  # too little to wait for
-    by_length = {n: auto(n, 16, 16, 128, True) for n in (16256, 16257, 16384, 16385)}
-    assert list(by_length.values()) == ["shift", "symmetric_shift", "symmetric_shift", "shift"]
     # Heads that are no pairs.
     by_length = {n: auto(n, 25, 25, 64, True) for n in (1024, 2048, 16384, 32768)}
     assert list(by_length.values()) == ["shift", "symmetric_shift", "symmetric_shift", "shift"]
