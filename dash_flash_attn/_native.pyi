@@ -178,6 +178,9 @@ def l2_sides(
     `parts` of the query heads of each; `cycle_ctas` have to be resident for the schedule to make progress.
     """
 
+def side_1_opens(cycle_ctas: int, ctas_on_0: int, ctas_on_1: int) -> bool:
+    """Whether CTAs may begin with the chains of side 1, by how many there are on either side."""
+
 def workspace_bytes(
     batch: int,
     seqlen_q: int,

@@ -61,13 +61,12 @@ def auto_schedule(
     # to do after that.
     if groups and head_dim == 128 and seqlen_q > 16384 and heads_q * grid.q_tiles() >= 8192:
         return "descending"
-    square = seqlen_q == seqlen_k
     # On a square chains climb from the diagonal and do not mind late starts. At head dimension 64 that has
     # them one query tile apart, and the even end of the other order is worth more, unless the heads of a pair
     # go opposite ways (docs/schedules.md, "auto"). Above 128 KV tiles half of them are more than one cycle of
     # that order (docs/lab.md, "Above 128 KV tiles").
     stalls = head_dim == 64 and seqlen_k > 1024 and not groups and not grid.paired
-    if seqlen_k > 16384 or (square and not stalls):
+    if seqlen_k > 16384 or (seqlen_q == seqlen_k and not stalls):
         return "shift"
     return "symmetric_shift"
 

@@ -249,7 +249,9 @@ class Plan:
 
     def others(self, num_ctas: int) -> int:
         """How many CTAs begin on side 1 of the L2 cache: half of them, unless a cycle needs more."""
-        return num_ctas // 2 if self.sides > 1 and num_ctas // 2 >= self.num_ctas_needed else 0
+        half = num_ctas // 2
+        opens = self.sides > 1 and _native.side_1_opens(self.num_ctas_needed, num_ctas - half, half)
+        return half if opens else 0
 
     def tables(self) -> dict[str, Any]:
         """The arguments of _native.simulate that describe the plan."""

@@ -156,8 +156,7 @@ def test_auto_is_what_was_measured_to_pay() -> None:
 
     for n in (512, 2048, 16384, 32768):
         for head_dim, heads in ((64, 32), (128, 16)):
-            assert auto(n, heads, heads, head_dim, False) == "shift"
-            assert auto(n, heads, heads, head_dim, True) == "shift"
+            assert auto(n, heads, heads, head_dim, False) == auto(n, heads, heads, head_dim, True) == "shift"
         assert auto(n, 32, 8, 64, True) == auto(n, 25, 25, 128, True) == "shift"
     by_length = {n: auto(n, 32, 8, 128, True) for n in (2048, 16384, 32768)}
     assert list(by_length.values()) == ["shift", "shift", "descending"]

@@ -89,6 +89,7 @@ void bind_workspace(py::module_& m) {
     m.def("call_grid", &call_grid, "seqlen_q"_a, "seqlen_k"_a, "heads_q"_a, "heads_k"_a, "head_dim"_a, "causal"_a);
     m.def("part_sizes", &part_sizes, "heads_q"_a, "heads_k"_a, "grid"_a, "head_dim"_a, "waits_in_line"_a);
     m.def("l2_sides", &sides, "batch"_a, "heads_k"_a, "parts"_a, "grid"_a, "cycle_ctas"_a, "resident_ctas"_a);
+    m.def("side_1_opens", &side_1_opens, "cycle_ctas"_a, "ctas_on_0"_a, "ctas_on_1"_a);
     m.def("workspace_bytes", &workspace_bytes, "batch"_a, "seqlen_q"_a, "seqlen_k"_a, "heads_q"_a, "heads_k"_a,
           "head_dim"_a, "causal"_a, "schedule"_a);
 }

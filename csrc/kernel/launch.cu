@@ -55,6 +55,11 @@ int resident_ctas_needed(ScheduleId schedule, schedule::TileGrid const& grid) {
     return 1;
 }
 
+// How many CTAs must run at the same time: those of a cycle, if sums have an order.
+int cycle_ctas(BackwardParams const& p, schedule::TileGrid const& grid) {
+    return p.ordered ? resident_ctas_needed(p.schedule, grid) : 1;
+}
+
 void check(cudaError_t status, char const* what) {
     if (status == cudaSuccess) return;
     cudaGetLastError();  // or the next caller of the runtime, who has nothing to do with it, is told of it
@@ -118,8 +123,8 @@ void validate(BackwardParams const& p) {
     if (p.batch > 65535) throw std::invalid_argument("batch: " + std::to_string(p.batch) + " is above 65535");
     if (p.heads_q > 65535) throw std::invalid_argument("heads: " + std::to_string(p.heads_q) + " is above 65535");
     int const resident = resident_ctas(p.device, p.sm_margin);
-    int const needed = resident_ctas_needed(p.schedule, grid);
-    if (p.ordered && needed > resident)
+    int const needed = cycle_ctas(p, grid);
+    if (needed > resident)
         throw std::invalid_argument("schedule: its cycles of " + std::to_string(needed) +
                                     " KV tiles need as many multiprocessors, and there are " +
                                     std::to_string(resident) +
@@ -154,10 +159,8 @@ struct WorkspacePointers {
     }
 };
 
-int sides_of(BackwardParams const& p, schedule::TileGrid const& grid) {
-    int const cycle_ctas = p.ordered ? resident_ctas_needed(p.schedule, grid) : 1;
-    return l2_sides(int64_t(p.batch) * p.heads_k, group_parts(p, grid).count, grid, cycle_ctas,
-                    resident_ctas(p.device, p.sm_margin));
+int sides_of(BackwardParams const& p, schedule::TileGrid const& grid, int resident) {
+    return l2_sides(int64_t(p.batch) * p.heads_k, group_parts(p, grid).count, grid, cycle_ctas(p, grid), resident);
 }
 
 int prepare(BackwardParams const& p) {
@@ -174,7 +177,7 @@ int prepare(BackwardParams const& p) {
         args.dq_sum = reinterpret_cast<float4*>(workspace.dq_sum);
         args.dq_sum_quads = (layout.dkv_sum - layout.dq_sum) / 16;
     }
-    if (sides_of(p, grid) > 1) {
+    if (sides_of(p, grid, resident_ctas(p.device, p.sm_margin)) > 1) {
         args.sums = workspace.dq_sum;
         args.page_sides = workspace.page_sides;
         args.pages = workspace.pages(int64_t(p.batch) * p.heads_q / 2 * grid.q_tiles());
@@ -233,7 +236,8 @@ int run(BackwardParams const& p) {
     args.heads_q = p.heads_q;
     args.heads_k = p.heads_k;
     args.parts = group_parts(p, args.grid);
-    args.sides = sides_of(p, args.grid);
+    int const resident = resident_ctas(p.device, p.sm_margin);
+    args.sides = sides_of(p, args.grid, resident);
     args.chain_heads = p.batch * p.heads_k * args.parts.count / args.sides;
     args.chains = args.chain_heads * args.grid.kv_tiles();
     args.q_heads = p.batch * p.heads_q / args.sides;
@@ -241,7 +245,7 @@ int run(BackwardParams const& p) {
     args.first_place = workspace.first_place();
     args.pages = args.sides > 1 ? workspace.pages(args.dq_sums) : 0;
     args.page_sides = workspace.page_sides;
-    args.cycle_ctas = p.ordered ? resident_ctas_needed(p.schedule, args.grid) : 1;
+    args.cycle_ctas = cycle_ctas(p, args.grid);
     for (int set = 0; set < 2; ++set) args.sums[set] = sum_map(workspace.dq_sum, args.dq_sums, set, args.sides);
     args.ordered = p.ordered != 0;
     args.scale = p.softmax_scale;
@@ -262,7 +266,7 @@ int run(BackwardParams const& p) {
 
     Launcher const launch = with_types(
         p, [&](auto element, auto head_dim) { return launcher_for<decltype(element), head_dim>(p.schedule); });
-    int const ctas = schedule::min_of(resident_ctas(p.device, p.sm_margin), args.sides * args.chains);
+    int const ctas = schedule::min_of(resident, args.sides * args.chains);
     check(launch(args, ctas, static_cast<cudaStream_t>(p.stream)), "launch of the backward kernel");
     return 0;
 }

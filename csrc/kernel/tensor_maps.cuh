@@ -29,6 +29,20 @@ inline auto encode_tensor_map() {
     return function;
 }
 
+// A map of five dimensions for boxes of all of them. Strides are in bytes, from the second dimension on.
+inline CUtensorMap encode(char const* name, CUtensorMapDataType type, void* data, cuuint64_t const (&sizes)[5],
+                          cuuint64_t const (&strides)[4], cuuint32_t const (&box)[5], CUtensorMapSwizzle swizzle) {
+    cuuint32_t const steps[] = {1, 1, 1, 1, 1};
+    CUtensorMap map;
+    CUresult const status =
+        encode_tensor_map()(&map, type, 5, data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                            CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (status != CUDA_SUCCESS)
+        throw std::invalid_argument(std::string(name) + ": the driver refuses its tensor map (error " +
+                                    std::to_string(status) + "); pointer and strides must be multiples of 16 bytes");
+    return map;
+}
+
 struct Extent {
     int columns, rows, panels, heads, batch;
 };
@@ -44,15 +58,7 @@ inline CUtensorMap tensor_map(char const* name, MatrixView const& view, Extent c
     cuuint64_t const strides[] = {bytes(view.row_stride, extent.rows), bytes(extent.columns, extent.panels),
                                   bytes(view.head_stride, extent.heads), bytes(view.batch_stride, extent.batch)};
     cuuint32_t const box[] = {cuuint32_t(extent.columns), cuuint32_t(box_rows), cuuint32_t(extent.panels), 1, 1};
-    cuuint32_t const steps[] = {1, 1, 1, 1, 1};
-    CUtensorMap map;
-    CUresult const status =
-        encode_tensor_map()(&map, type, 5, view.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                            swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    if (status != CUDA_SUCCESS)
-        throw std::invalid_argument(std::string(name) + ": the driver refuses its tensor map (error " +
-                                    std::to_string(status) + "); pointer and strides must be multiples of 16 bytes");
-    return map;
+    return encode(name, type, view.data, sizes, strides, box, swizzle);
 }
 
 // A map for halves of the sums of dQ, 16 KB each, by their number; for those in one set of the blocks of their side of
@@ -64,16 +70,8 @@ inline CUtensorMap sum_map(float* sums, uint32_t count, int set, int sides) {
     cuuint64_t const sizes[] = {256, 4, 2, 2, std::max<cuuint64_t>(2 * cuuint64_t(count), 1)};
     cuuint64_t const strides[] = {1024, next_block, halves / 2, halves};
     cuuint32_t const box[] = {256, 4, 2, 2, 1};
-    cuuint32_t const steps[] = {1, 1, 1, 1, 1};
     auto* const first = reinterpret_cast<unsigned char*>(sums) + (sides > 1 ? set * kSideBlock : 0);
-    CUtensorMap map;
-    CUresult const status = encode_tensor_map()(&map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 5, first, sizes, strides, box,
-                                                steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
-                                                CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    if (status != CUDA_SUCCESS)
-        throw std::runtime_error("the driver refuses the tensor map of the sums (error " + std::to_string(status) +
-                                 ")");
-    return map;
+    return encode("workspace", CU_TENSOR_MAP_DATA_TYPE_FLOAT32, first, sizes, strides, box, CU_TENSOR_MAP_SWIZZLE_NONE);
 }
 
 }  // namespace dash
