@@ -30,6 +30,11 @@ class TileGrid:
     @property
     def paired(self) -> bool:
         """Whether the schedule may let the heads of a pair go different ways, see heads_in_pairs."""
+    @property
+    def two_sides(self) -> bool:
+        """Whether either side of the L2 cache has an order of issue for half of the heads."""
+    def on_sides(self, sides: int) -> TileGrid:
+        """The same grid for 1 or 2 sides of the L2 cache. Only orders of issue differ."""
     def q_tiles(self) -> int: ...
     def kv_tiles(self) -> int: ...
     def offset(self) -> int:
@@ -106,7 +111,10 @@ def heads_in_pairs(heads_q: int, heads_k: int) -> bool:
 class Naive(_Policy): ...
 class Descending(_Policy): ...
 class Shift(_Policy): ...
-class SymmetricShift(_Policy): ...
+
+class SymmetricShift(_Policy):
+    def filling_heads(self) -> int:
+        """How many heads have as many rotating chains as fill the SMs. 0: no number does, or no mask."""
 
 Policy: TypeAlias = Naive | Descending | Shift | SymmetricShift
 
@@ -171,11 +179,18 @@ def part_sizes(heads_q: int, heads_k: int, grid: TileGrid, head_dim: int, waits_
     """
 
 def l2_sides(
-    batch: int, heads_k: int, parts: int, grid: TileGrid, cycle_ctas: int, resident_ctas: int
+    batch: int,
+    heads_k: int,
+    parts: int,
+    grid: TileGrid,
+    ways: int,
+    cycle_ctas: int,
+    sms: int,
+    sm_margin: int = 0,
 ) -> int:
     """How many sides of the L2 cache, 1 or 2, share the KV heads of a call (csrc/core/l2_sides.h).
 
-    `parts` of the query heads of each; `cycle_ctas` have to be resident for the schedule to make progress.
+    `parts` of the query heads of each; the policy has so many `ways`, and needs `cycle_ctas` to be resident.
     """
 
 def side_1_opens(cycle_ctas: int, ctas_on_0: int, ctas_on_1: int) -> bool:

@@ -61,14 +61,24 @@ def auto_schedule(
     # to do after that.
     if groups and head_dim == 128 and seqlen_q > 16384 and heads_q * grid.q_tiles() >= 8192:
         return "descending"
-    # On a square chains climb from the diagonal and do not mind late starts. At head dimension 64 that has
-    # them one query tile apart, and the even end of the other order is worth more, unless the heads of a pair
-    # go opposite ways (docs/schedules.md, "auto"). Above 128 KV tiles half of them are more than one cycle of
-    # that order (docs/lab.md, "Above 128 KV tiles").
-    stalls = head_dim == 64 and seqlen_k > 1024 and not groups and not grid.paired
-    if seqlen_k > 16384 or (seqlen_q == seqlen_k and not stalls):
+    # Half of the KV tiles are more than one cycle of symmetric_shift (docs/lab.md, "Above 128 KV tiles").
+    if seqlen_k > 16384:
         return "shift"
-    return "symmetric_shift"
+    if seqlen_q != seqlen_k:
+        return "symmetric_shift"
+    # In a square, heads of a pair that go opposite ways never wait, and do not mind how many they are.
+    if _native.Shift(grid).ways == 2:
+        return "shift"
+    # At head dimension 64 chains of shift are one query tile apart, in which groups lose less.
+    if head_dim == 64:
+        return "symmetric_shift" if seqlen_k > 1024 and not groups else "shift"
+    # Where the first chains of some heads fill the SMs, symmetric_shift keeps the best in step, with the
+    # least in use at a time. All parts of a group then end at once, and must not be too many for that.
+    in_line = _native.SymmetricShift.waits_in_line
+    parts = _native.part_sizes(heads_q, heads_k, grid, head_dim, in_line)
+    steps = max(parts) * grid.q_tiles()
+    fills = _native.SymmetricShift(grid).filling_heads() > 0 and 8 * len(parts) <= steps
+    return "symmetric_shift" if fills else "shift"
 
 
 def _empty_forward(q: Tensor) -> tuple[Tensor, Tensor]:

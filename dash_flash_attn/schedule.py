@@ -379,15 +379,15 @@ def plan_call(
     policy = make_policy(schedule, _native.call_grid(seqlen_q, seqlen_k, heads_q, heads_k, head_dim, causal))
     parts = _native.part_sizes(heads_q, heads_k, policy.grid, head_dim, policy.waits_in_line)
     needed = policy.resident_ctas_needed()
-    sides = _native.l2_sides(batch, heads_k, len(parts), policy.grid, needed, num_sms)
-    return _write_out(policy, parts * (batch * heads_k), sides=sides)
+    sides = _native.l2_sides(batch, heads_k, len(parts), policy.grid, policy.ways, needed, num_sms)
+    policy = make_policy(schedule, policy.grid.on_sides(sides))
+    return _write_out(policy, parts * (batch * heads_k))
 
 
-def _write_out(
-    policy: _native.Policy, parts: Sequence[int], *, sides: int = 1, heads_per_block: int | None = None
-) -> Plan:
+def _write_out(policy: _native.Policy, parts: Sequence[int], *, heads_per_block: int | None = None) -> Plan:
     """`parts`: how many query heads the chains of each head walk."""
     num_heads, kv_tiles, ways = len(parts), policy.grid.kv_tiles(), policy.ways
+    sides = 1 + policy.grid.two_sides
     if heads_per_block is None:
         half = policy.chain_table(num_heads // sides)
         first_heads = range(0, num_heads, num_heads // sides)

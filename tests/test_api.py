@@ -155,12 +155,18 @@ def test_auto_is_what_was_measured_to_pay() -> None:
         return auto_schedule(seqlen, seqlen, heads_q, heads_k, head_dim, causal)
 
     for n in (512, 2048, 16384, 32768):
-        for head_dim, heads in ((64, 32), (128, 16)):
-            assert auto(n, heads, heads, head_dim, False) == auto(n, heads, heads, head_dim, True) == "shift"
-        assert auto(n, 32, 8, 64, True) == auto(n, 25, 25, 128, True) == "shift"
-    by_length = {n: auto(n, 32, 8, 128, True) for n in (2048, 16384, 32768)}
-    assert list(by_length.values()) == ["shift", "shift", "descending"]
+        for head_dim, heads in ((64, 32), (128, 16), (128, 25)):
+            assert auto(n, heads, heads, head_dim, False) == "shift"
+        assert auto(n, 32, 32, 64, True) == auto(n, 32, 8, 64, True) == "shift"
+    # The heads of a pair go opposite ways up to 8 KV tiles; the first chains of 96 fill no chip.
+    by_length = {n: auto(n, 16, 16, 128, True) for n in (1024, 2048, 12288, 16384, 32768)}
+    assert list(by_length.values()) == ["shift", "symmetric_shift", "shift", "symmetric_shift", "shift"]
+    by_length = {n: auto(n, 32, 8, 128, True) for n in (512, 12288, 16384, 32768)}
+    assert list(by_length.values()) == ["symmetric_shift", "shift", "symmetric_shift", "descending"]
     assert auto(32768, 8, 2, 128, True) == "shift"  # too little to wait for
+    # 16 parts of a group would end at once.
+    by_length = {n: auto(n, 32, 1, 128, True) for n in (2048, 4096, 8192)}
+    assert list(by_length.values()) == ["shift", "symmetric_shift", "symmetric_shift"]
     # Heads that are no pairs.
     by_length = {n: auto(n, 25, 25, 64, True) for n in (1024, 2048, 16384, 32768)}
     assert list(by_length.values()) == ["shift", "symmetric_shift", "symmetric_shift", "shift"]

@@ -113,31 +113,91 @@ def test_a_call_that_is_shared_out_to_the_sides_of_the_l2_cache():
     with pytest.raises(ValueError, match="sides is 3"):
         simulate(replace(both, sides=3), 132)
     # Cycles of 64 need 64 SMs on each side: on fewer all begin with the same chains.
-    full = plan_call("shift", 1, 8192, 8192, 8, 8, 128, num_sms=132)
+    full = plan_call("shift", 1, 8192, 8192, 8, 8, 128)
     assert full.sides == 2 and (full.others(128), full.others(127)) == (64, 0)
     full.validate(64)
     assert plan_call("shift", 1, 8192, 8192, 8, 8, 128, num_sms=127).sides == 1
 
 
 @pytest.mark.parametrize(
-    ("batch", "heads_k", "parts", "tokens", "paired", "cycle_ctas", "sides"),
+    ("batch", "heads_k", "parts", "tokens", "ways", "cycle_ctas", "sms", "sm_margin", "sides"),
     [
-        (1, 6, 1, 8192, False, 1, 2),
-        (1, 6, 1, 8192, True, 1, 1),  # three pairs
-        (2, 6, 1, 8192, True, 1, 2),
-        (3, 3, 1, 8192, False, 1, 1),
-        (1, 4, 1, 4096, False, 1, 1),  # 128 chains are too few
-        (1, 4, 3, 4096, False, 1, 2),
-        (1, 6, 1, 8192, False, 66, 2),
-        (1, 6, 1, 8192, False, 67, 1),
-        (500, 2, 1, 128, False, 1, 1),  # no sums
+        (1, 6, 1, 8192, 1, 1, 132, 0, 2),
+        (1, 6, 1, 8192, 2, 1, 132, 0, 1),  # three pairs
+        (2, 6, 1, 8192, 2, 1, 132, 0, 2),
+        (3, 3, 1, 8192, 1, 1, 132, 0, 1),
+        (1, 4, 1, 4096, 1, 1, 132, 0, 1),  # 128 chains are too few
+        (1, 4, 3, 4096, 1, 1, 132, 0, 2),
+        (500, 2, 1, 128, 1, 1, 132, 0, 1),  # no sums
+        (1, 6, 1, 8192, 1, 66, 132, 0, 2),
+        (1, 6, 1, 8192, 1, 67, 132, 0, 1),
+        (1, 6, 1, 8192, 1, 64, 132, 2, 2),
+        (1, 6, 1, 8192, 1, 64, 132, 3, 1),  # all three may be of one side
+        (1, 6, 1, 8192, 1, 1, 132, 65, 2),
+        (1, 6, 1, 8192, 1, 1, 132, 66, 1),
+        (1, 6, 1, 8192, 1, 64, 114, 0, 1),
     ],
 )
 def test_which_calls_are_shared_out_to_the_sides_of_the_l2_cache(
-    batch, heads_k, parts, tokens, paired, cycle_ctas, sides
+    batch, heads_k, parts, tokens, ways, cycle_ctas, sms, sm_margin, sides
 ):
-    grid = _native.TileGrid(tokens, tokens, 64, 128, True, paired)
-    assert _native.l2_sides(batch, heads_k, parts, grid, cycle_ctas, 132) == sides
+    grid = _native.TileGrid(tokens, tokens, 64, 128, True)
+    assert _native.l2_sides(batch, heads_k, parts, grid, ways, cycle_ctas, sms, sm_margin) == sides
+
+
+@pytest.mark.parametrize("sides", [1, 2])
+@pytest.mark.parametrize("kv_tiles", [128, 127, 64, 32, 15, 8])
+def test_the_rectangles_that_fill_the_sms_of_an_order_of_issue(kv_tiles, sides):
+    # Of some heads: the lower halves of their KV tiles, then the upper ones, the longest chains first.
+    grid = _native.TileGrid(kv_tiles * 128, kv_tiles * 128, 64, 128, True).on_sides(sides)
+    policy, lower = _native.SymmetricShift(grid), (kv_tiles + 1) // 2
+    filling = policy.filling_heads()
+    assert filling * lower == 128 // sides
+    for heads in (3 * filling, filling + 1):
+        chains, first = policy.chain_table(heads).tolist(), 0
+        for block in [filling] * (heads // filling) if heads % filling == 0 else [heads]:
+            n, of_block = block * lower, range(first, first + block)
+            assert chains[:n] == [[head, kv] for head in of_block for kv in range(lower)]
+            assert chains[n : n + block] == [[head, lower] for head in of_block]
+            assert {head for head, _ in chains[: block * kv_tiles]} == set(of_block)
+            chains, first = chains[block * kv_tiles :], first + block
+        assert not chains
+    if filling > 1:  # the last two of five blocks and what is left over are one
+        chains = policy.chain_table(5 * filling + 1)[:, 0]
+        assert set(chains[3 * filling * kv_tiles :][: (2 * filling + 1) * lower]) == {
+            *range(3 * filling, 5 * filling + 1)
+        }
+
+
+def test_where_no_number_of_rectangles_fills_the_sms():
+    for kv_tiles in (12, 100, 129, 256):
+        assert _native.SymmetricShift(_native.TileGrid(kv_tiles, kv_tiles, 1, 1, True)).filling_heads() == 0
+    assert _native.SymmetricShift(_native.TileGrid(64, 64, 1, 1, False)).filling_heads() == 0
+    with pytest.raises(ValueError, match="sides is 3"):
+        _native.TileGrid(1, 1, 1, 1, True).on_sides(3)
+
+
+@pytest.mark.parametrize("heads", [10, 14, 16])
+@pytest.mark.parametrize("num_sms", [132, 128, 124])
+def test_symmetric_shift_ends_together_where_two_rectangles_are_resident(heads, num_sms):
+    p = plan_call("symmetric_shift", 1, 16384, 16384, heads, heads, 128, True, num_sms=num_sms)
+    assert p.sides == (2 if num_sms >= 128 else 1)
+    costs = H200_COSTS[128]
+    run = simulate(p, num_sms, costs.compute, costs.reduce, costs.signal, "pipelined", chain=costs.chain)
+    assert run.efficiency > (0.98 if num_sms >= 128 else 0.8)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_sides_do_not_decide_the_bits(name):
+    for shape in ((2048, 2048), (1000, 3000), (16384, 16384)):
+        for head_dim, causal, heads in ((128, True, 4), (64, True, 4), (128, False, 3), (64, True, 1)):
+            grid = _native.call_grid(*shape, heads, heads, head_dim, causal)
+            one, two = (make_policy(name, grid.on_sides(sides)) for sides in (1, 2))
+            assert one.ways == two.ways and one.turns == two.turns
+            assert one.resident_ctas_needed() == two.resident_ctas_needed()
+            for way in range(one.ways):
+                np.testing.assert_array_equal(one.visit_table(way), two.visit_table(way))
+                np.testing.assert_array_equal(one.rank_table(way), two.rank_table(way))
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -641,13 +701,14 @@ def test_explain_says_what_auto_takes():
     ("call", "why"),
     [
         ((1, 1024, 1024, 4, 4, 128, False), "no two chains of a cycle meet"),
-        ((1, 2048, 2048, 4, 4, 128, True), "all chains climb"),
+        ((1, 1536, 1536, 4, 2, 128, True), "all chains climb"),
+        ((1, 2048, 2048, 4, 4, 128, True), "long and short chains share"),
         ((1, 2048, 2048, 4, 4, 64, True), "go opposite ways"),
         ((1, 1024, 1024, 4, 4, 128, True), "go opposite ways"),
         ((1, 2048, 2048, 4, 2, 64, True), "all chains climb"),
         ((1, 2048, 2048, 3, 3, 64, True), "long and short chains share"),
         ((1, 1024, 2048, 4, 4, 64, True), "long and short chains share"),
-        ((1, 16384, 16384, 2, 2, 128, True), "all chains climb"),
+        ((1, 16384, 16384, 2, 2, 128, True), "long and short chains share"),
         ((1, 17000, 16900, 1, 1, 128, True), "above 128 KV tiles"),
         ((1, 32768, 32768, 16, 4, 128, True), "chains in line"),
     ],

@@ -361,21 +361,28 @@ def test_heads_of_a_pair_go_opposite_ways_and_never_wait(kv_tiles, q_rows, kv_ro
             assert claims == sorted(claims)
 
 
-def test_pairs_fill_a_side_or_two():
-    # 1,024 tokens at head dimension 64, 8 KV tiles: 16 heads of either way fill two sides of the L2 cache.
-    chains = Schedule("shift", 1024, 1024, 64, True, paired_heads=True).policy.chain_table(64).tolist()
-    assert chains[:16] == [[head, 7] for head in range(0, 32, 2)]
-    assert chains[16 * 7 : 16 * 8] == [[head, 0] for head in range(0, 32, 2)]
-    assert chains[16 * 8 : 16 * 9] == [[head, 0] for head in range(1, 32, 2)]
-    assert {head for head, _ in chains[32 * 8 :]} == set(range(32, 64))
-    # At head dimension 128, where neighbours are two query tiles apart by the mask, one side. No small block.
-    policy = Schedule("shift", 1024, 1024, 128, True, paired_heads=True).policy
-    for heads, climbing in ((32, 8), (16, 8), (40, 10), (12, 6)):
-        assert set(policy.chain_table(heads)[: climbing * 8, 0]) == set(range(0, 2 * climbing, 2))
-    # 96 KV tiles fill two sides well enough, 85 do not.
-    for tokens, heads in ((96 * 128, 1), (85 * 128, 2)):
-        chains = Schedule("shift", tokens, tokens, 64, True, paired_heads=True).policy.chain_table(16)
-        assert len(set(chains[:50, 0])) == heads
+@pytest.mark.parametrize("sides", [1, 2])
+def test_pairs_fill_the_sms_once_or_twice(sides):
+    def chains_of(tokens, head_dim, heads):
+        grid = Schedule("shift", tokens, tokens, head_dim, True, paired_heads=True).grid
+        return make_policy("shift", grid.on_sides(sides)).chain_table(heads)
+
+    # 1,024 tokens at head dimension 64, 8 KV tiles: 32 heads of either way fill two chips, 16 two sides.
+    n = 32 // sides
+    chains = chains_of(1024, 64, 4 * n).tolist()
+    assert chains[:n] == [[head, 7] for head in range(0, 2 * n, 2)]
+    assert chains[n * 7 : n * 8] == [[head, 0] for head in range(0, 2 * n, 2)]
+    assert chains[n * 8 : n * 9] == [[head, 0] for head in range(1, 2 * n, 2)]
+    assert {head for head, _ in chains[2 * n * 8 :]} == set(range(2 * n, 4 * n))
+    # At head dimension 128, where neighbours are two query tiles apart by the mask, one. No small block.
+    for heads, climbing in ((64, 16), (32, 16), (80, 20), (24, 12)):
+        chains = chains_of(1024, 128, heads // sides)
+        climbing //= sides
+        assert set(chains[: climbing * 8, 0]) == set(range(0, 2 * climbing, 2))
+    # 192 KV tiles fill two chips well enough, 170 do not; of a side 96 and 85.
+    for kv_tiles, heads in ((192, 1), (170, 2)):
+        chains = chains_of(kv_tiles // sides * 128, 64, 16)
+        assert len(set(chains[: 100 // sides, 0])) == heads
 
 
 @pytest.mark.parametrize(

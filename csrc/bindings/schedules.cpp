@@ -52,6 +52,16 @@ void bind_grid(py::module_& m) {
         .def_readonly("kv_rows", &TileGrid::kv_rows)
         .def_readonly("causal", &TileGrid::causal)
         .def_readonly("paired", &TileGrid::paired)
+        .def_readonly("two_sides", &TileGrid::two_sides)
+        .def(
+            "on_sides",
+            [](TileGrid grid, int sides) {
+                if (sides != 1 && sides != 2)
+                    throw py::value_error("sides is " + std::to_string(sides) + " and not 1 or 2");
+                grid.two_sides = sides == 2;
+                return grid;
+            },
+            "sides"_a)
         .def("q_tiles", &TileGrid::q_tiles)
         .def("kv_tiles", &TileGrid::kv_tiles)
         .def("offset", &TileGrid::offset)
@@ -140,9 +150,9 @@ void check_claim(Policy const& p, int claim, int heads) {
 }
 
 template <typename Policy>
-void bind_policy(py::module_& m, char const* class_name) {
+py::class_<Policy> bind_policy(py::module_& m, char const* class_name) {
     auto const kv_checked = [](Policy const& p, int kv) { return checked(kv, p.grid.kv_tiles(), "KV tile"); };
-    py::class_<Policy>(m, class_name)
+    return py::class_<Policy>(m, class_name)
         .def(py::init<TileGrid const&>(), "grid"_a)
         .def_readonly("grid", &Policy::grid)
         .def_property_readonly_static("name", [](py::object) { return Policy::kName; })
@@ -222,7 +232,8 @@ void bind_schedules(py::module_& m) {
     bind_policy<schedule::Naive>(m, "Naive");
     bind_policy<schedule::Descending>(m, "Descending");
     bind_policy<schedule::Shift>(m, "Shift");
-    bind_policy<schedule::SymmetricShift>(m, "SymmetricShift");
+    bind_policy<schedule::SymmetricShift>(m, "SymmetricShift")
+        .def("filling_heads", &schedule::SymmetricShift::filling_heads);
 }
 
 }  // namespace dash::bindings

@@ -35,18 +35,22 @@ static_assert((kSideBits / kSideBlock & 15) == 0b1011, "the sets of blocks");
 constexpr int kMostPages = 2048;
 
 // On how many sides a call of so many KV heads, each cut into parts, runs. On one if the heads do not fall into halves
-// (of pairs, where heads come in pairs), if there are too few chains to be worth a measurement, or if a side might not
-// have the SMs at which a cycle of chains has to be at a time.
-inline int l2_sides(int64_t heads, int parts, schedule::TileGrid const& grid, int cycle_ctas, int resident_ctas) {
+// (of pairs, where a schedule sends the heads of a pair different ways), if there are too few chains to be worth a
+// measurement, or if a side might not have the CTAs that a cycle of chains needs at a time.
+inline int l2_sides(int64_t heads, int parts, schedule::TileGrid const& grid, int ways, int cycle_ctas,
+                    int ctas_a_side) {
     int64_t const chains = heads * parts * grid.kv_tiles();
-    bool const halves = heads % (grid.paired ? 4 : 2) == 0;
+    bool const halves = heads % (2 * ways) == 0;
     bool const worth_it = grid.kv_tiles() > 1 && chains >= 3 * schedule::kChainsThatFillAChip;
-    return halves && worth_it && 2 * cycle_ctas <= resident_ctas ? 2 : 1;
+    return halves && worth_it && cycle_ctas <= ctas_a_side ? 2 : 1;
 }
 
-// Whether CTAs may begin with the chains of side 1, by how many have come on either side. Chains of a cycle wait for
-// each other: with too few CTAs each side would wait for the other one's. Those who begin on side 0 go over to side 1
-// when nothing is left to claim.
+// How many CTAs each side has at the least: it has half of the SMs, and those that are left to others may all be its.
+inline int ctas_a_side(int sms, int sm_margin) { return sms / 2 - sm_margin; }
+
+// Whether CTAs begin with the chains of side 1, by how many have come on either side. Chains of a cycle wait for each
+// other: with too few CTAs each side would wait for the other one's. It is decided once; if not, those of side 1 begin
+// on side 0. Who finds nothing left goes over to the other side.
 DASH_HD bool side_1_opens(int cycle_ctas, int ctas_on_0, int ctas_on_1) {
     return schedule::min_of(ctas_on_0, ctas_on_1) >= cycle_ctas;
 }

@@ -62,13 +62,14 @@ inline schedule::TileGrid tile_grid(BackwardParams const& p) {
 // One allocation, cut into seven. The fp32 sums are tiles in an order that suits the kernel; nobody else
 // reads them. All of it begins at a multiple of `alignment`, for which there is room.
 struct WorkspaceLayout {
-    int64_t dq_sum = 0;   // float (batch * heads_q, q_tiles, q_rows * head_dim)
-    int64_t dkv_sum;      // float (batch * heads_k, kv_tiles, kPartPieces, ...), if parts > 1
-    int64_t page_sides;   // bytes, one for each page of 2 MB of dq_sum
-    int64_t dq_tickets;   // uint32 (batch * heads_q, q_tiles): reductions done
-    int64_t dkv_tickets;  // uint32 (batch * heads_k, kv_tiles, kPartPieces): parts done
-    int64_t claims;       // uint32 (3, 2): for either side of the L2 cache its CTAs, chains claimed, and query tiles
-                          // claimed for their statistics
+    int64_t measured = 0;     // a place of nobody, to measure how far it is
+    int64_t dq_sum;           // float (batch * heads_q, q_tiles, q_rows * head_dim)
+    int64_t dkv_sum;          // float (batch * heads_k, kv_tiles, kPartPieces, ...), if parts > 1
+    int64_t page_sides;       // bytes, one for each page of 2 MB of dq_sum
+    int64_t dq_tickets;       // uint32 (batch * heads_q, q_tiles): reductions done
+    int64_t dkv_tickets;      // uint32 (batch * heads_k, kv_tiles, kPartPieces): parts done
+    int64_t claims;           // uint32 (7): CTAs on either side of the L2 cache; whether side 1 is open; chains
+                              // claimed on either side; query tiles claimed there for their statistics
     int64_t statistics_done;  // uint32 (batch * heads_q): query tiles whose statistics are there
     int64_t counters;         // uint32 words from dq_tickets on, all cleared by prepare
     int64_t alignment;
@@ -84,12 +85,13 @@ inline WorkspaceLayout workspace_layout(BackwardParams const& p) {
     int64_t const dq_bytes = grid.kv_tiles() > 1 ? q_tiles * shape.q_rows * p.head_dim * 4 : 0;
     int64_t const dkv_bytes = parts > 1 ? kv_tiles * 2 * shape.kv_rows * p.head_dim * 4 : 0;
     WorkspaceLayout w;
+    w.dq_sum = dq_bytes > 0 ? kSumPlace : 0;
     w.dkv_sum = w.dq_sum + dq_bytes;
     w.page_sides = w.dkv_sum + dkv_bytes;
     w.dq_tickets = w.page_sides + (std::min<int64_t>(dq_bytes / kPageBytes + 2, kMostPages) + 3) / 4 * 4;
     w.dkv_tickets = w.dq_tickets + q_tiles * 4;
     w.claims = w.dkv_tickets + (parts > 1 ? kv_tiles * kPartPieces * 4 : 0);
-    w.statistics_done = w.claims + 24;
+    w.statistics_done = w.claims + 28;
     int64_t const end = w.statistics_done + int64_t(p.batch) * p.heads_q * 4;
     w.counters = (end - w.dq_tickets) / 4;
     w.alignment = dq_bytes > 0 ? kSumPlace : kWorkspaceAlignment;

@@ -23,13 +23,14 @@ struct KernelArguments {
     int blind_tiles;        // query tiles that see no key: the first ones
     int batch, heads_q, heads_k;
     GroupParts parts;  // of the query heads of a KV head
-    int sides;         // of the L2 cache: 1 or 2. Each has its share of all that follows
-    int chain_heads;   // of batch * heads_k * parts: what the schedule calls heads
+    int sides;         // of the L2 cache: 1 or 2. For one of them:
+    int chain_heads;   // batch * heads_k * parts: what the schedule calls heads
     int chains;
-    int q_heads;           // of batch * heads_q
-    uint32_t dq_sums;      // of q_heads * q_tiles
+    int q_heads;       // batch * heads_q
+    uint32_t dq_sums;  // q_heads * q_tiles
+
     uint32_t first_place;  // of the sums in its page
-    int cycle_ctas;        // SMs that a cycle of chains has to be at, at a time
+    int cycle_ctas;        // how many must run at the same time
     bool ordered;
     float scale;
     float scale_log2;  // scale * log2(e)
@@ -37,13 +38,14 @@ struct KernelArguments {
     StuckReport* stuck;
 
     float const* lse;
+    unsigned char* measured;  // a place of nobody: see kernel/l2_sides.cuh
     float* dq_sum;
     int pages;  // that they lie in; 0: their sides do not matter
     unsigned char const* page_sides;
     float* dkv_sum;
     uint32_t* dq_tickets;
     uint32_t* dkv_tickets;
-    uint32_t* seats;              // CTAs on each side
+    uint32_t* seats;              // CTAs on each side, and whether side 1 is open
     uint32_t* claims;             // of each side
     uint32_t* statistics_claims;  // of each side
     uint32_t* statistics_done;

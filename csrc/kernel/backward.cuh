@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         // While the prepare kernel is at work.
         int const block = threadIdx.x / 32 - 1;
         uint32_t& cycles = shared.cycles_to_block[block];
-        cycles = args.sides > 1 ? cycles_to(args.dq_sum, block, cycles) : 0;
+        cycles = args.sides > 1 ? cycles_to(args.measured, block, cycles) : 0;
     }
     __syncthreads();
     // The launch may overlap the end of the prepare kernel; what that kernel writes is needed from here on.

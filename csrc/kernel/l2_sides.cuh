@@ -6,7 +6,8 @@
 namespace dash {
 
 // How many cycles this SM is away from a block of a place: of a few atomic operations the fastest. They add nothing,
-// and each SM has words of its own, so that it does not matter who else looks. `landing` is in shared memory.
+// and each SM has words of its own, so that it does not matter who else looks. Side 0 is where the first block of a
+// place is that belongs to nobody: a CTA may come, and look, when sums are under way. `landing` is in shared memory.
 __device__ __forceinline__ uint32_t cycles_to(void* place, int block, uint32_t volatile& landing) {
     unsigned char* const address = static_cast<unsigned char*>(place) + block * kSideBlock + ptx::sm_id() % 128 * 32;
     uint32_t fastest = ~0u;
@@ -19,6 +20,17 @@ __device__ __forceinline__ uint32_t cycles_to(void* place, int block, uint32_t v
         fastest = cycles < fastest ? cycles : fastest;
     }
     return fastest;
+}
+
+// Takes the next of `count` things of a side, or, if there is none left, of the other one, and notes which. Returns a
+// negative number if there is none on either.
+__device__ __forceinline__ int claim(uint32_t* claims, int count, int sides, int& side) {
+    for (; sides > 0; --sides) {
+        int const number = int(atomicAdd(claims + side, 1u));
+        if (number < count) return number;
+        if (sides > 1) side ^= 1;
+    }
+    return -1;
 }
 
 // The parity that a place's number gives its first block. The number counts from the begin of a page.

@@ -41,23 +41,26 @@ auto with_types(BackwardParams const& p, F&& f) {
     return p.element == Element::bf16 ? with_dim(bf16{}) : with_dim(fp16{});
 }
 
-int resident_ctas_needed(ScheduleId schedule, schedule::TileGrid const& grid) {
+// Calls `f(policy)`.
+template <class F>
+int with_policy(ScheduleId schedule, schedule::TileGrid const& grid, F&& f) {
     switch (schedule) {
         case ScheduleId::naive:
-            return schedule::Naive(grid).resident_ctas_needed();
+            return f(schedule::Naive(grid));
         case ScheduleId::descending:
-            return schedule::Descending(grid).resident_ctas_needed();
+            return f(schedule::Descending(grid));
         case ScheduleId::shift:
-            return schedule::Shift(grid).resident_ctas_needed();
+            return f(schedule::Shift(grid));
         case ScheduleId::symmetric_shift:
-            return schedule::SymmetricShift(grid).resident_ctas_needed();
+            return f(schedule::SymmetricShift(grid));
     }
     return 1;
 }
 
 // How many CTAs must run at the same time: those of a cycle, if sums have an order.
 int cycle_ctas(BackwardParams const& p, schedule::TileGrid const& grid) {
-    return p.ordered ? resident_ctas_needed(p.schedule, grid) : 1;
+    if (!p.ordered) return 1;
+    return with_policy(p.schedule, grid, [](auto const& policy) { return policy.resident_ctas_needed(); });
 }
 
 void check(cudaError_t status, char const* what) {
@@ -133,21 +136,22 @@ void validate(BackwardParams const& p) {
 }
 
 struct WorkspacePointers {
+    unsigned char *measured, *page_sides;
     float *dq_sum, *dkv_sum;
-    unsigned char* page_sides;
     uint32_t *dq_tickets, *dkv_tickets, *seats, *claims, *statistics_claims, *statistics_done;
 
     WorkspacePointers(BackwardParams const& p, WorkspaceLayout const& layout) {
         auto const address = reinterpret_cast<uintptr_t>(p.workspace);
         auto* const base =
             reinterpret_cast<unsigned char*>((address + layout.alignment - 1) / layout.alignment * layout.alignment);
+        measured = base + layout.measured;
         dq_sum = reinterpret_cast<float*>(base + layout.dq_sum);
         dkv_sum = reinterpret_cast<float*>(base + layout.dkv_sum);
         dq_tickets = reinterpret_cast<uint32_t*>(base + layout.dq_tickets);
         dkv_tickets = reinterpret_cast<uint32_t*>(base + layout.dkv_tickets);
         seats = reinterpret_cast<uint32_t*>(base + layout.claims);
-        claims = seats + 2;
-        statistics_claims = seats + 4;
+        claims = seats + 3;
+        statistics_claims = seats + 5;
         statistics_done = reinterpret_cast<uint32_t*>(base + layout.statistics_done);
         page_sides = base + layout.page_sides;
     }
@@ -159,8 +163,10 @@ struct WorkspacePointers {
     }
 };
 
-int sides_of(BackwardParams const& p, schedule::TileGrid const& grid, int resident) {
-    return l2_sides(int64_t(p.batch) * p.heads_k, group_parts(p, grid).count, grid, cycle_ctas(p, grid), resident);
+int sides_of(BackwardParams const& p, schedule::TileGrid const& grid) {
+    int const ways = with_policy(p.schedule, grid, [](auto const& policy) { return policy.ways(); });
+    return l2_sides(int64_t(p.batch) * p.heads_k, group_parts(p, grid).count, grid, ways, cycle_ctas(p, grid),
+                    ctas_a_side(multiprocessors(p.device), p.sm_margin));
 }
 
 int prepare(BackwardParams const& p) {
@@ -173,12 +179,10 @@ int prepare(BackwardParams const& p) {
     PrepareArguments args{};
     args.counters = workspace.dq_tickets;
     args.counter_words = layout.counters;
-    if (!p.ordered) {
-        args.dq_sum = reinterpret_cast<float4*>(workspace.dq_sum);
-        args.dq_sum_quads = (layout.dkv_sum - layout.dq_sum) / 16;
-    }
-    if (sides_of(p, grid, resident_ctas(p.device, p.sm_margin)) > 1) {
-        args.sums = workspace.dq_sum;
+    args.dq_sums = reinterpret_cast<float4*>(workspace.dq_sum);
+    if (!p.ordered) args.quads_to_clear = (layout.dkv_sum - layout.dq_sum) / 16;
+    if (sides_of(p, grid) > 1) {
+        args.measured = workspace.measured;
         args.page_sides = workspace.page_sides;
         args.pages = workspace.pages(int64_t(p.batch) * p.heads_q / 2 * grid.q_tiles());
         args.first_place = workspace.first_place();
@@ -188,7 +192,7 @@ int prepare(BackwardParams const& p) {
     args.blind_rows_a_head = schedule::min_of(grid.first_query(0) * grid.q_rows, p.seqlen_q);
     args.blind_rows = int64_t(p.batch) * p.heads_q * args.blind_rows_a_head;
 
-    int64_t const most = std::max({args.counter_words, args.dq_sum_quads, args.blind_rows * p.head_dim / 8});
+    int64_t const most = std::max({args.counter_words, args.quads_to_clear, args.blind_rows * p.head_dim / 8});
     cudaLaunchConfig_t config{};
     int64_t const blocks = std::max<int64_t>(schedule::ceil_div(args.pages, kPagesABlock),
                                              std::min((most + kPrepareThreads - 1) / kPrepareThreads, int64_t(4096)));
@@ -236,17 +240,18 @@ int run(BackwardParams const& p) {
     args.heads_q = p.heads_q;
     args.heads_k = p.heads_k;
     args.parts = group_parts(p, args.grid);
-    int const resident = resident_ctas(p.device, p.sm_margin);
-    args.sides = sides_of(p, args.grid, resident);
-    args.chain_heads = p.batch * p.heads_k * args.parts.count / args.sides;
+    int const sides = args.sides = sides_of(p, args.grid);
+    args.grid.two_sides = sides > 1;
+    args.chain_heads = p.batch * p.heads_k * args.parts.count / sides;
     args.chains = args.chain_heads * args.grid.kv_tiles();
-    args.q_heads = p.batch * p.heads_q / args.sides;
+    args.q_heads = p.batch * p.heads_q / sides;
     args.dq_sums = uint32_t(args.q_heads) * args.q_tiles;
+    args.measured = workspace.measured;
     args.first_place = workspace.first_place();
-    args.pages = args.sides > 1 ? workspace.pages(args.dq_sums) : 0;
+    args.pages = sides > 1 ? workspace.pages(args.dq_sums) : 0;
     args.page_sides = workspace.page_sides;
     args.cycle_ctas = cycle_ctas(p, args.grid);
-    for (int set = 0; set < 2; ++set) args.sums[set] = sum_map(workspace.dq_sum, args.dq_sums, set, args.sides);
+    for (int set = 0; set < 2; ++set) args.sums[set] = sum_map(workspace.dq_sum, args.dq_sums, set, sides);
     args.ordered = p.ordered != 0;
     args.scale = p.softmax_scale;
     args.scale_log2 = p.softmax_scale * kLog2e;
@@ -266,7 +271,7 @@ int run(BackwardParams const& p) {
 
     Launcher const launch = with_types(
         p, [&](auto element, auto head_dim) { return launcher_for<decltype(element), head_dim>(p.schedule); });
-    int const ctas = schedule::min_of(resident, args.sides * args.chains);
+    int const ctas = schedule::min_of(resident_ctas(p.device, p.sm_margin), sides * args.chains);
     check(launch(args, ctas, static_cast<cudaStream_t>(p.stream)), "launch of the backward kernel");
     return 0;
 }

@@ -1,8 +1,8 @@
 #pragma once
 
-#include "../core/l2_sides.h"
 #include "arguments.cuh"
 #include "config.cuh"
+#include "l2_sides.cuh"
 #include "load_box.cuh"
 #include "ordering.cuh"
 
@@ -105,17 +105,23 @@ struct Loader {
         return visit != words.w;
     }
 
-    // The side of the L2 cache on which this CTA begins to claim. That side 1 opens need not be seen by all.
+    // The side of the L2 cache on which this CTA begins to claim: on side 1 all that are there, or nobody.
     __device__ int first_side() {
         int const side = shared.side();
         if (args.sides == 1 || args.cycle_ctas == 1) return side;
-        constexpr int kLooks = 64;  // some 20 us, in which a launch that has the chip to itself is complete
         atomicAdd(args.seats + side, 1u);
+        if (side == 0) return 0;
+        constexpr int kLooks = 64;  // some 20 us, in which a launch that has the chip to itself is complete
+        constexpr uint32_t kUndecided = 0, kClosed = 1, kOpen = 2;
+        uint32_t vote = kClosed;
         for (int look = 0; look < kLooks; ++look)
             if (side_1_opens(args.cycle_ctas, int(ptx::load_relaxed(args.seats)),
-                             int(ptx::load_relaxed(args.seats + 1))))
-                return side;
-        return 0;
+                             int(ptx::load_relaxed(args.seats + 1)))) {
+                vote = kOpen;
+                break;
+            }
+        uint32_t const before = atomicCAS(args.seats + 2, kUndecided, vote);
+        return int((before == kUndecided ? vote : before) - kClosed);
     }
 
     // Waits until a slot is free, then claims. Returns a negative number if there is nothing left on either side. The
@@ -132,12 +138,7 @@ struct Loader {
             bool const one_cycle = cycle_end > running + 1 && int(ptx::load_relaxed(args.claims + side)) < cycle_end;
             if (Policy::kWaitsInLine || one_cycle) shared.chain_empty[previous.slot].wait(previous.parity);
         }
-        for (int sides = args.sides; sides > 0; --sides) {
-            int const claim = int(atomicAdd(args.claims + side, 1u));
-            if (claim < args.chains) return claim;
-            if (sides > 1) side ^= 1;
-        }
-        return -1;
+        return claim(args.claims, args.chains, args.sides, side);
     }
 
     // Of all query tiles of a head, when the chain comes to the head for the first time.

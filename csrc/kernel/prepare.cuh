@@ -13,10 +13,10 @@ namespace dash {
 struct PrepareArguments {
     uint32_t* counters;
     int64_t counter_words;
-    float4* dq_sum;  // to be cleared, or null: an ordered sum starts with a store
-    int64_t dq_sum_quads;
-    float* sums;                // of dQ
-    unsigned char* page_sides;  // of the pages that they lie in
+    float4* dq_sums;
+    int64_t quads_to_clear;     // of them: an ordered sum starts with a store
+    unsigned char* measured;    // a place of nobody
+    unsigned char* page_sides;  // of the pages that the sums lie in
     int pages;                  // 0: their sides do not matter
     uint32_t first_place;
     MatrixView dq;
@@ -28,25 +28,26 @@ struct PrepareArguments {
 constexpr int kPrepareThreads = 256;
 
 // Finds out which side of the L2 cache pages of memory are on: whether to this SM the first block of a page is the
-// nearer one, or the second, as it is in the first page. A warp for each block.
+// nearer one, or the second, as in the place that says which side is 0. A warp for each block.
 constexpr int kPagesABlock = kPrepareThreads / 32 / 2 - 1;
 
 __device__ __forceinline__ void measure_pages(PrepareArguments const& args) {
-    __shared__ uint32_t cycles[1 + kPagesABlock][2];
+    __shared__ uint32_t cycles[kPagesABlock + 1][2];
     int const first_page = blockIdx.x * kPagesABlock;
     if (first_page >= args.pages) return;
-    int const measured = threadIdx.x / 64, page = measured > 0 ? first_page + measured - 1 : 0;
+    int const measured = threadIdx.x / 64, page = first_page + measured;  // and the last one is that place
     uint32_t const place = page > 0 ? page * kPlacesAPage : args.first_place;
-    if (threadIdx.x % 32 == 0 && page < args.pages) {
+    bool const is_page = measured < kPagesABlock;
+    if (threadIdx.x % 32 == 0 && (!is_page || page < args.pages)) {
         unsigned char* const sum =
-            reinterpret_cast<unsigned char*>(args.sums) + int64_t(place - args.first_place) * kSumPlace;
+            reinterpret_cast<unsigned char*>(args.dq_sums) + int64_t(place - args.first_place) * kSumPlace;
         uint32_t& result = cycles[measured][threadIdx.x / 32 % 2];
-        result = cycles_to(sum, threadIdx.x / 32 % 2, result);
+        result = cycles_to(is_page ? sum : args.measured, threadIdx.x / 32 % 2, result);
     }
     __syncthreads();
-    auto const side = [&](int of) { return uint32_t(cycles[of][1] < cycles[of][0]); };
-    if (threadIdx.x % 64 == 0 && measured > 0 && page < args.pages)
-        args.page_sides[page] = side(0) ^ side(measured) ^ side_by_number(place);
+    auto const second_is_nearer = [&](int of) { return uint32_t(cycles[of][1] < cycles[of][0]); };
+    if (threadIdx.x % 64 == 0 && is_page && page < args.pages)
+        args.page_sides[page] = second_is_nearer(kPagesABlock) ^ second_is_nearer(measured) ^ side_by_number(place);
 }
 
 // Clears what the main kernel counts with, and writes dQ where nobody contributes.
@@ -57,7 +58,7 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(__grid_constan
     int64_t const thread = int64_t(blockIdx.x) * kPrepareThreads + threadIdx.x;
     int64_t const threads = int64_t(gridDim.x) * kPrepareThreads;
     for (int64_t i = thread; i < args.counter_words; i += threads) args.counters[i] = 0;
-    for (int64_t i = thread; i < args.dq_sum_quads; i += threads) args.dq_sum[i] = float4{};
+    for (int64_t i = thread; i < args.quads_to_clear; i += threads) args.dq_sums[i] = float4{};
 
     measure_pages(args);
 

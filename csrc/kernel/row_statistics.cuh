@@ -2,6 +2,7 @@
 
 #include "arguments.cuh"
 #include "config.cuh"
+#include "l2_sides.cuh"
 #include "load_box.cuh"
 #include "ptx.cuh"
 
@@ -39,13 +40,13 @@ struct RowStatistics {
     __device__ void run(int first_side, uint32_t most = ~0u) {
         if (lane() == 0) {
             desk.side = first_side;
-            find_tile(claim(), tile_at(0));
+            find_tile(next_number(), tile_at(0));
             for (int stage = 0; stage < Config::kRowStages; ++stage) load(tile_at(0), stage);
         }
         __syncwarp();
 #pragma unroll 1
         for (uint32_t count = 0; tile_at(count).batch >= 0; ++count) {
-            if (lane() == 0) find_tile(count + 1 < most ? claim() : kNone, tile_at(count + 1));
+            if (lane() == 0) find_tile(count + 1 < most ? next_number() : kNone, tile_at(count + 1));
 #pragma unroll 1
             for (int stage = 0; stage < kStagesATile; ++stage) {
                 write_rows(tile_at(count), stage);
@@ -62,14 +63,10 @@ struct RowStatistics {
     __device__ auto& tile_at(uint32_t count) { return desk.tile[count % 2]; }
 
     // A query tile's number, counted through the heads of both sides; kNone if there is none.
-    __device__ int claim() {
+    __device__ int next_number() {
         int const tiles = args.q_heads * (args.q_tiles - args.blind_tiles);
-        for (int sides = args.sides; sides > 0; --sides) {
-            int const number = int(atomicAdd(args.statistics_claims + desk.side, 1u));
-            if (number < tiles) return desk.side * tiles + number;
-            if (sides > 1) desk.side ^= 1;
-        }
-        return kNone;
+        int const number = claim(args.statistics_claims, tiles, args.sides, desk.side);
+        return number < 0 ? kNone : desk.side * tiles + number;
     }
 
     __device__ void find_tile(int number, typename Config::StatisticsTile& tile) {

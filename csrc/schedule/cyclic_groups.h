@@ -12,8 +12,10 @@ constexpr int kMaxCyclicGroup = 64;
 // About the number of SMs of a full chip. It shapes the order of issue, and decides into how many parts a group of
 // query heads is cut (core/workspace.h), so the bits depend on it: a constant too.
 constexpr int kChainsThatFillAChip = 128;
-// And of one side of its L2 cache, whose SMs have an order of issue of their own (core/l2_sides.h).
-constexpr int kChainsThatFillASide = kChainsThatFillAChip / 2;
+// And of those that share an order of issue.
+DASH_HD int chains_that_fill(TileGrid const& grid) {
+    return grid.two_sides ? kChainsThatFillAChip / 2 : kChainsThatFillAChip;
+}
 
 // `members` KV tiles cut into groups of nearly equal size, each group rotating over the `span` query
 // tiles that start at `origin`. Groups follow each other in every query tile's order. A group has no more
@@ -78,26 +80,29 @@ struct CyclicGroups {
     }
 };
 
-// Heads are issued in blocks of nearly equal size, each of several chips' worth of first chains: the chains
-// that follow them, longest first, then even out what an unfortunate number of chains leaves over.
-DASH_HD int heads_per_block(int heads, int first_chains_per_head) {
-    int const blocks = max_of(1, heads * first_chains_per_head / (3 * kChainsThatFillAChip));
+// Heads are issued in blocks of nearly equal size, each of about so many first chains, enough for several chips: the
+// chains that follow them, longest first, then even out what an unfortunate number of chains leaves over.
+DASH_HD int heads_per_block(int heads, int first_chains_per_head, int chains) {
+    int const blocks = max_of(1, heads * first_chains_per_head / chains);
     return quotient_up(heads, blocks);
 }
 
-// The block that a claim belongs to.
+// The block that a claim belongs to. Heads from `last_head` on, if there are any, are one.
 struct HeadBlock {
     int first_head;
     int heads;
     int first_claim;
     int claim;  // counted from first_claim
 
-    DASH_HD HeadBlock(int claim_, int heads_, int heads_per_block, int chains_per_head) {
-        first_head = quotient(claim_, heads_per_block * chains_per_head) * heads_per_block;
+    DASH_HD HeadBlock(int claim_, int heads_, int heads_per_block, int last_head, int chains_per_head) {
+        first_head = min_of(quotient(claim_, heads_per_block * chains_per_head) * heads_per_block, last_head);
         heads = min_of(heads_per_block, heads_ - first_head);
+        if (first_head == last_head) heads = heads_ - last_head;
         first_claim = first_head * chains_per_head;
         claim = claim_ - first_claim;
     }
+    DASH_HD HeadBlock(int claim_, int heads_, int heads_per_block, int chains_per_head)
+        : HeadBlock(claim_, heads_, heads_per_block, heads_, chains_per_head) {}
 };
 
 }  // namespace dash::schedule

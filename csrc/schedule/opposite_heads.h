@@ -14,11 +14,11 @@ struct OppositeHeads {
     int kv_tiles;
     int pairs;  // of heads: about so many to a block
 
-    // Even heads that fill a side so many times. Where neighbouring chains of a head are one query tile apart, two:
-    // then of two neighbours one starts about a step before the other, and a turn takes about a step.
-    DASH_HD OppositeHeads(int kv_tiles_, int times)
-        : kv_tiles(kv_tiles_),
-          pairs(max_of(1, (times * kChainsThatFillASide + kv_tiles_ / 2) / max_of(1, kv_tiles_))) {}
+    // Even heads with about so many chains: as many as fill the SMs, or, where neighbouring chains of a head are one
+    // query tile apart, twice as many: then of two neighbours one starts about a step before the other, and a turn
+    // takes about a step.
+    DASH_HD OppositeHeads(int kv_tiles_, int chains)
+        : kv_tiles(kv_tiles_), pairs(max_of(1, (chains + kv_tiles_ / 2) / max_of(1, kv_tiles_))) {}
 
     DASH_HD Chain chain(int claim, int heads) const {
         int const block = heads_per_block(heads);

@@ -51,7 +51,7 @@ struct Shift {
           cycle(g.kv_tiles(), 0, g.q_tiles()),
           climbs(g.causal && g.offset() == 0 && g.q_rows <= g.kv_rows),
           opposite(climbs && g.paired && (g.q_rows == g.kv_rows || g.kv_tiles() <= kFewKvTiles)),
-          pairs(g.kv_tiles(), g.q_rows == g.kv_rows ? 2 : 1) {}
+          pairs(g.kv_tiles(), chains_that_fill(g) * (g.q_rows == g.kv_rows ? 2 : 1)) {}
 
     DASH_HD int ways() const { return opposite ? 2 : 1; }
 
@@ -81,7 +81,8 @@ struct Shift {
 
     DASH_HD Chain chain(int claim, int heads) const {
         if (opposite) return pairs.chain(claim, heads);
-        HeadBlock const block(claim, heads, heads_per_block(heads, chains_at_first()), grid.kv_tiles());
+        HeadBlock const block(claim, heads, heads_per_block(heads, chains_at_first(), 3 * kChainsThatFillAChip),
+                              grid.kv_tiles());
         if (climbs) {
             int const begin = band_begin(quotient(block.claim, block.heads));
             int const end = band_end(begin);
@@ -93,7 +94,8 @@ struct Shift {
     }
     DASH_HD int cycle_end(int claim, int heads) const {
         if (climbs) return claim + 1;
-        HeadBlock const block(claim, heads, heads_per_block(heads, chains_at_first()), grid.kv_tiles());
+        HeadBlock const block(claim, heads, heads_per_block(heads, chains_at_first(), 3 * kChainsThatFillAChip),
+                              grid.kv_tiles());
         return block.first_claim + cycle.cycle_end(block.claim, block.heads);
     }
     DASH_HD int chains_at_first() const { return climbs ? band_end(0) : cycle.group_size; }

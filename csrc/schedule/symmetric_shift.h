@@ -62,7 +62,7 @@ struct SymmetricShift {
     }
 
     DASH_HD Chain chain(int claim, int heads) const {
-        HeadBlock const block(claim, heads, block_size(heads), grid.kv_tiles());
+        HeadBlock const block = this->block(claim, heads);
         int const upper_claim = block.claim - lower * block.heads;
         if (upper_claim < 0) {
             Chain const c = cycle.chain(block.claim, block.heads);
@@ -72,15 +72,28 @@ struct SymmetricShift {
         return {block.first_head + place.rest, lower + place.quotient};
     }
     DASH_HD int cycle_end(int claim, int heads) const {
-        HeadBlock const block(claim, heads, block_size(heads), grid.kv_tiles());
+        HeadBlock const block = this->block(claim, heads);
         return block.claim < lower * block.heads ? block.first_claim + cycle.cycle_end(block.claim, block.heads)
                                                  : claim + 1;
     }
-    // Where a head's first chains fill a side, it is a block: each CTA takes one chain of either kind, and they end
-    // together. Shorter chains are so many that larger blocks cost nothing, and meet at fewer borders.
-    DASH_HD int block_size(int heads) const {
-        bool const fills = grid.causal && lower == cycle.group_size && lower == kChainsThatFillASide;
-        return fills ? 1 : heads_per_block(heads, cycle.group_size);
+    // How many heads have as many first chains as fill the SMs that share an order of issue; 0: no number does.
+    DASH_HD int filling_heads() const {
+        if (!grid.causal || lower != cycle.group_size) return 0;
+        Division const heads = divide(chains_that_fill(grid), max_of(1, lower));
+        return heads.rest == 0 ? heads.quotient : 0;
+    }
+    // These heads are a block: each CTA takes one chain of either kind, they end together, and the least is in use at a
+    // time. If some heads are left over, the last blocks are one with them. Elsewhere larger blocks even out what does
+    // not fill the SMs; without a mask they are those of shift.
+    DASH_HD HeadBlock block(int claim, int heads) const {
+        int const filling = filling_heads();
+        if (filling > 0) {
+            Division const blocks = divide(heads, filling);
+            int const last_head = blocks.rest == 0 ? heads : max_of(0, blocks.quotient - 2) * filling;
+            return {claim, heads, filling, last_head, grid.kv_tiles()};
+        }
+        int const chains = grid.causal ? chains_that_fill(grid) : kChainsThatFillAChip;
+        return {claim, heads, heads_per_block(heads, cycle.group_size, 3 * chains), grid.kv_tiles()};
     }
     DASH_HD int slot(int kv_tile) const {
         return kv_tile < lower ? kv_tile - cycle.group_begin(kv_tile) : grid.kv_tiles() - 1 - kv_tile;

@@ -42,12 +42,12 @@ def test_a_turn_that_never_comes_ends_in_an_error(waits_at: str) -> None:
     shape = (1, 300, 300, 16, 1, 128)
     workspace = torch.zeros(_native.workspace_bytes(*shape, True, "shift"), dtype=torch.uint8, device="cuda")
     # It begins at a multiple of 64 KB, and ends with a word for each query tile and head, four for each KV
-    # tile and KV head, six of claims and one for each head.
+    # tile and KV head, seven of claims and one for each head.
     begin = -workspace.data_ptr() % 65536
     workspace = workspace[begin : begin + workspace.numel() - 65536 + 256]
     grid = Schedule("shift", 300, 300, 128, True).grid
     assert _native.part_sizes(16, 1, grid, 128, False) == [8, 8]  # or KV tiles would wait for nobody
-    sizes = dict(query=16 * grid.q_tiles(), KV=4 * grid.kv_tiles(), claims=6, statistics=16)
+    sizes = dict(query=16 * grid.q_tiles(), KV=4 * grid.kv_tiles(), claims=7, statistics=16)
     words = workspace.view(torch.int32)[-sum(sizes.values()) :].split(list(sizes.values()))
     words[list(sizes).index({waits_at!r})].fill_(-1)
     _native.backward(
