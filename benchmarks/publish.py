@@ -25,7 +25,8 @@ CHARTS = ("backward", "small_jobs", "blocks")
 def measured(kind: str, found: Records) -> str:
     """The chart and the tables of one kind of record as Markdown, or how to make one."""
     if kind not in found:
-        return f"Not measured yet. `python -m benchmarks {kind}` on a GPU makes the record.\n"
+        command = f"python -m benchmarks {records.command(kind)}"
+        return f"Not measured yet. `{command}` on a GPU makes the record.\n"
     made = report.tables_of(kind, found[kind])
     parts = [table.markdown() for table in made if table.rows]
     if kind in CHARTS and tables.good(found[kind]["rows"]):

@@ -9,11 +9,22 @@ from typing import Any
 from . import harness
 from .tables import by_cell
 
+SWEEPS = ("backward", "backward_fa2", "small_jobs")
+"""Kinds of records whose rows are shapes and systems. FlashAttention-2, a third as fast as the others, has a
+sweep of its own: in the others it would take as long as all the rest."""
+
 KINDS = (
-    "backward", "small_jobs", "blocks", "reproducibility", "accuracy", "memory", "call_cost", "bits",
-    "gpu_tests",
+    *SWEEPS, "blocks", "reproducibility", "accuracy", "memory", "call_cost", "bits", "gpu_tests",
 )  # fmt: skip
 """What there may be a record of: in a file of that name, or that of the quick form, with `_quick` behind."""
+
+
+def command(kind: str) -> str:
+    """The arguments of `python -m benchmarks` that make a record of this kind."""
+    if kind == "backward_fa2":
+        out = (harness.RESULTS / f"{kind}.json").relative_to(harness.ROOT)
+        return f"backward --schedules auto --peers fa2 --out {out}"
+    return kind
 
 
 def committed(folder: Path = harness.RESULTS) -> dict[str, dict[str, Any]]:

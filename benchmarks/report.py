@@ -35,6 +35,7 @@ code { font-size: .85em; background: #f6f8fa; }
 
 SECTIONS = (
     ("backward", "The paper's shapes"),
+    ("backward_fa2", "The paper's shapes, FlashAttention-2"),
     ("small_jobs", "Short sequences, single ones, and LLaMA3-8B"),
     ("blocks", "Transformer blocks"),
     ("reproducibility", "Reproducibility"),
@@ -47,7 +48,7 @@ SECTIONS = (
 def tables_of(kind: str, record: dict[str, Any]) -> list[Table]:
     """The tables of one kind of record."""
     rows = record["rows"]
-    if kind in ("backward", "small_jobs"):
+    if kind in records.SWEEPS:
         return [tables.headline(rows), *tables.backward(rows)]
     if kind == "blocks":
         return [tables.block_summary(rows), tables.blocks(rows)]
@@ -62,7 +63,7 @@ def charts_of(kind: str, record: dict[str, Any]) -> list[tuple[str, Any]]:
     rows = record["rows"]
     if not tables.good(rows):
         return []
-    if kind in ("backward", "small_jobs"):
+    if kind in records.SWEEPS:
         return charts.sweep_panels(rows)
     return [("Transformer blocks", charts.blocks(rows))] if kind == "blocks" else []
 
@@ -96,9 +97,8 @@ def build(night: dict[str, Any] | None = None, folder: Path = harness.RESULTS) -
         if kind in found:
             section(kind, title, *_content(kind, found[kind]))
         else:
-            section(
-                kind, title, f"<p>Not measured yet: <code>python -m benchmarks {kind}</code> on a GPU.</p>"
-            )
+            command = f"python -m benchmarks {records.command(kind)}"
+            section(kind, title, f"<p>Not measured yet: <code>{command}</code> on a GPU.</p>")
     section("history", "History", *_history(points))
     nav = f"<nav>{''.join(links)}</nav>"
     return (

@@ -1063,6 +1063,7 @@ def test_the_report_needs_nothing_else(tmp_path):
     for kind, title in report.SECTIONS:
         assert f'<section id="{kind}"><h2>{html.escape(title)}</h2>' in text and f'href="#{kind}"' in text
     assert "Not measured yet: <code>python -m benchmarks small_jobs</code>" in text
+    assert "--peers fa2 --out benchmarks/results/backward_fa2.json</code>" in text
     assert "3.0 (1.5000)" in text and "2026-01-03 00:00" in text
 
 

@@ -12,8 +12,8 @@ from .simulate import Costs, simulate
 # benchmarks/results/backward.json; the fit is benchmarks/results/calibration.json. What it says well is
 # compute, chain and the hop reduce + signal; how the hop splits into its two parts it hardly says.
 H200_COSTS = {
-    64: Costs(compute=2.437, reduce=0.369, signal=1.342, chain=5.10),
-    128: Costs(compute=2.221, reduce=0.004, signal=0.645, chain=9.54),
+    64: Costs(compute=2.472, reduce=0.542, signal=1.153, chain=4.87),
+    128: Costs(compute=2.205, reduce=0.004, signal=1.229, chain=9.14),
 }
 
 
