@@ -116,7 +116,7 @@ def shift_at_16k(rows: Rows) -> Answer | None:
 
 
 def causal_always_better(rows: Rows) -> Answer | None:
-    """Whether descending and symmetric shift beat naive in each causal cell, and the deterministic FA3."""
+    """Whether descending and symmetric shift both beat naive and, where it is, the deterministic FA3."""
     cells = {
         cell: s for cell, s in by_cell(rows).items()
         if cell[1] and {"naive", "descending", "symmetric_shift"} <= s.keys()
@@ -127,14 +127,17 @@ def causal_always_better(rows: Rows) -> Answer | None:
     def count(name: str, over: str) -> int:
         return sum(s[name]["tflops"] > s[over]["tflops"] for s in cells.values() if over in s)
 
-    both = min(count("descending", "naive"), count("symmetric_shift", "naive"))
+    def always(s: dict[str, Any]) -> bool:
+        beaten = [s[over]["tflops"] for over in ("naive", "fa3+") if over in s]
+        return min(s[name]["tflops"] for name in ("descending", "symmetric_shift")) > max(beaten)
+
     words = f"over naive: descending in {count('descending', 'naive')}, symmetric shift in "
     words += f"{count('symmetric_shift', 'naive')} of {len(cells)} cells"
     against = sum("fa3+" in s for s in cells.values())
     if against:
         wins_over_fa3 = f"{count('descending', 'fa3+')} and {count('symmetric_shift', 'fa3+')} of {against}"
         words += f"; over deterministic FA3: in {wins_over_fa3}"
-    return _in(both, len(cells)), words
+    return _in(sum(map(always, cells.values())), len(cells)), words
 
 
 def block_gain(causal: bool, claimed: float) -> Question:

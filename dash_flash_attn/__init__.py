@@ -4,7 +4,7 @@ from ._version import __version__
 
 try:
     from . import _native  # noqa: F401
-except ImportError as error:
+except ImportError:
     from importlib.util import find_spec
 
     if find_spec("dash_flash_attn._native"):
@@ -12,7 +12,7 @@ except ImportError as error:
     raise ImportError(
         f"dash_flash_attn: {__path__[0]} holds the package's source, but not its native module. Start Python "
         "in another folder to use an installed package, or build here: pip install -e ."
-    ) from error
+    ) from None
 from .interface import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
 
 __all__ = ["__version__", "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func"]

@@ -32,7 +32,7 @@ class TileGrid:
         """Whether the schedule may let the heads of a pair go different ways, see heads_in_pairs."""
     @property
     def two_sides(self) -> bool:
-        """Whether either side of the L2 cache has an order of issue for half of the heads."""
+        """Whether each side of the L2 cache has an order of issue, for its half of the heads."""
     def on_sides(self, sides: int) -> TileGrid:
         """The same grid for 1 or 2 sides of the L2 cache. Only orders of issue differ."""
     def q_tiles(self) -> int: ...
@@ -114,7 +114,10 @@ class Shift(_Policy): ...
 
 class SymmetricShift(_Policy):
     def filling_heads(self) -> int:
-        """How many heads have as many rotating chains as fill the SMs. 0: no number does, or no mask."""
+        """How many heads have as many rotating chains as fill the SMs that share an order of issue.
+
+        0: no number does, those of one head are more than a cycle, or there is no mask.
+        """
 
 Policy: TypeAlias = Naive | Descending | Shift | SymmetricShift
 

@@ -88,14 +88,26 @@ def lse_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def check_call(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
+def check_is_tensor(name: str, x: object) -> None:
+    """TypeError for what is none."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {x!r:.100}")
+
+
+def check_call(q: Tensor, k: Tensor, v: Tensor, causal: bool, deterministic: bool) -> None:
     """Refuses arguments of another type: TypeError."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name}: expected a tensor, got {x!r:.100}")
-    # Or a caller of flash_attn 2, who passes the scale in this position, would get a mask.
-    if causal not in (True, False):
-        raise TypeError(f"causal: expected True or False, got {causal!r}")
+        check_is_tensor(name, x)
+    # Or a caller of flash_attn 2, who passes the scale in the position of causal, would get a mask.
+    for name, value in (("causal", causal), ("deterministic", deterministic)):
+        if value not in (True, False):
+            raise TypeError(f"{name}: expected True or False, got {value!r}")
+
+
+def check_heads_q(num_heads_q: int | None) -> None:
+    """TypeError for what is no number of heads."""
+    if num_heads_q is not None and not isinstance(num_heads_q, int):
+        raise TypeError(f"num_heads_q: expected a number of heads, got {num_heads_q!r}")
 
 
 def check_scale(softmax_scale: float | None, head_dim: int) -> float:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .checks import check_call, check_features, check_scale, check_schedule
+from .checks import check_call, check_features, check_heads_q, check_is_tensor, check_scale, check_schedule
 
 
 def flash_attn_func(
@@ -71,7 +71,7 @@ def flash_attn_func(
         attention_chunk=attention_chunk, softcap=softcap, num_splits=num_splits, pack_gqa=pack_gqa,
         dropout_p=dropout_p, sm_margin=sm_margin,
     )  # fmt: skip
-    check_call(q, k, v, causal)
+    check_call(q, k, v, causal, deterministic)
     out, lse = ops.attention(
         q,
         k,
@@ -115,6 +115,7 @@ def flash_attn_kvpacked_func(
 
     The other arguments, the result and the errors are those of `flash_attn_func`.
     """
+    check_is_tensor("kv", kv)
     if kv.dim() != 5 or kv.shape[2] != 2:
         raise ValueError(f"kv: expected (batch, seqlen, 2, heads, head_dim), got {tuple(kv.shape)}")
     k, v = kv.unbind(2)
@@ -153,6 +154,8 @@ def flash_attn_qkvpacked_func(
 
     The other arguments, the result and the errors are those of `flash_attn_func`.
     """
+    check_is_tensor("qkv", qkv)
+    check_heads_q(num_heads_q)
     if qkv.dim() == 5 and qkv.shape[2] == 3:
         if num_heads_q not in (None, qkv.shape[3]):
             raise ValueError(f"num_heads_q: qkv says {qkv.shape[3]}, got {num_heads_q}")

@@ -367,19 +367,20 @@ def plan_call(
     head_dim: int,
     causal: bool = False,
     num_sms: int = H200_SMS,
+    sm_margin: int = 0,
 ) -> Plan:
     """The plan that the kernel follows in one backward call.
 
-    Args as of `Schedule`, and the heads of Q, and of K and V. Where the kernel cuts the query heads of a KV
-    head into parts, each part is a head of the plan. Where the SMs are enough for a cycle on each side of the
-    L2 cache, it has an order of issue for either.
+    Args as of `Schedule`, and the heads of Q, and of K and V; the SMs of the device, and how many of them
+    are left to others. Where the kernel cuts the query heads of a KV head into parts, each part is a head of
+    the plan. Where the SMs are enough for a cycle on each side of the L2 cache, each has an order of issue.
 
     Raises ValueError for an unknown name, a size that is not positive, or heads_k that don't divide heads_q.
     """
     policy = make_policy(schedule, _native.call_grid(seqlen_q, seqlen_k, heads_q, heads_k, head_dim, causal))
     parts = _native.part_sizes(heads_q, heads_k, policy.grid, head_dim, policy.waits_in_line)
     needed = policy.resident_ctas_needed()
-    sides = _native.l2_sides(batch, heads_k, len(parts), policy.grid, policy.ways, needed, num_sms)
+    sides = _native.l2_sides(batch, heads_k, len(parts), policy.grid, policy.ways, needed, num_sms, sm_margin)
     policy = make_policy(schedule, policy.grid.on_sides(sides))
     return _write_out(policy, parts * (batch * heads_k))
 

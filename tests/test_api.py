@@ -261,6 +261,7 @@ def test_empty_tensors(batch: int, seqlen_q: int, seqlen_k: int) -> None:
         ({"k": torch.zeros(2, 40, 2, 32).to_sparse()}, TypeError, "k: expected a dense tensor"),
         ({"causal": "no"}, TypeError, "causal: expected True or False, got 'no'"),
         ({"causal": 0.125}, TypeError, "causal: expected True or False, got 0.125"),
+        ({"deterministic": "no"}, TypeError, "deterministic: expected True or False, got 'no'"),
         ({"softmax_scale": "x"}, TypeError, "softmax_scale: expected a number, got 'x'"),
         ({"window_size": 128}, NotImplementedError, "window_size: only .* got 128"),
         ({"window_size": None}, NotImplementedError, "window_size: only .* got None"),
@@ -273,6 +274,15 @@ def test_arguments_of_a_wrong_type_are_named(arguments, error, message) -> None:
     tensors = dict(zip("qkv", qkv(), strict=True))
     with pytest.raises(error, match=f"^{message}"):
         flash_attn_func(**{**tensors, **arguments})
+
+
+def test_packed_arguments_of_a_wrong_type_are_named() -> None:
+    with pytest.raises(TypeError, match="^kv: expected a tensor, got None"):
+        flash_attn_kvpacked_func(qkv()[0], None)
+    with pytest.raises(TypeError, match=r"^qkv: expected a tensor, got \[1\]"):
+        flash_attn_qkvpacked_func([1])
+    with pytest.raises(TypeError, match="^num_heads_q: expected a number of heads, got '4'"):
+        flash_attn_qkvpacked_func(torch.zeros(1, 4, 6, 64), num_heads_q="4")
 
 
 def test_auto_in_any_case() -> None:

@@ -117,6 +117,9 @@ def test_a_call_that_is_shared_out_to_the_sides_of_the_l2_cache():
     assert full.sides == 2 and (full.others(128), full.others(127)) == (64, 0)
     full.validate(64)
     assert plan_call("shift", 1, 8192, 8192, 8, 8, 128, num_sms=127).sides == 1
+    # All SMs that are left to others may be of one side.
+    sides = [plan_call("shift", 1, 8192, 8192, 8, 8, 128, sm_margin=margin).sides for margin in (0, 2, 3)]
+    assert sides == [2, 2, 1]
 
 
 @pytest.mark.parametrize(
@@ -697,6 +700,13 @@ def test_explain_says_what_auto_takes():
     assert f"* {chosen.schedule}" in text and f"{chosen.time:.0f} us" in text
 
 
+def test_no_schedule_is_below_the_bound_of_a_group_that_some_of_them_cut():
+    sizes = (1, 16384, 16384, 64, 8, 128)
+    assert len({plan_call(name, *sizes, True).num_heads for name in SCHEDULES}) == 2
+    e = explain(*sizes, causal=True)
+    assert all(f.time >= e.lower_bound for f in e.forecasts)
+
+
 @pytest.mark.parametrize(
     ("call", "why"),
     [
@@ -709,7 +719,7 @@ def test_explain_says_what_auto_takes():
         ((1, 2048, 2048, 3, 3, 64, True), "long and short chains share"),
         ((1, 1024, 2048, 4, 4, 64, True), "long and short chains share"),
         ((1, 16384, 16384, 2, 2, 128, True), "long and short chains share"),
-        ((1, 17000, 16900, 1, 1, 128, True), "above 128 KV tiles"),
+        ((1, 17000, 16900, 1, 1, 128, True), "no square above 128 KV tiles"),
         ((1, 32768, 32768, 16, 4, 128, True), "chains in line"),
     ],
 )
@@ -723,9 +733,14 @@ def test_explain_refuses_what_the_call_would():
     shift = e.forecasts[SCHEDULES.index("shift")]
     assert (e.schedule, shift.time, shift.resident_ctas_needed) == ("shift", None, 64)
     assert "It needs 64 SMs and there are 60" in e.reason and "needs 64 resident CTAs" in str(e)
+    e = explain(1, 16384, 16384, 8, 8, 128, causal=False, num_sms=132, sm_margin=70)
+    assert "It needs 64 SMs and there are 62" in e.reason
+    for margin in (-1, 132):
+        with pytest.raises(ValueError, match=rf"sm_margin is {margin} and not in 0\.\.131"):
+            explain(1, 512, 512, 1, 1, 128, sm_margin=margin)
     with pytest.raises(ValueError, match="head_dim is 96"):
         explain(1, 512, 512, 1, 1, 96)
-    with pytest.raises(ValueError, match="fifo"):
+    with pytest.raises(ValueError, match="fifo.* symmetric_shift, auto"):
         explain(1, 512, 512, 1, 1, 128, schedule="fifo")
 
 

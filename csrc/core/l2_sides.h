@@ -45,7 +45,8 @@ inline int l2_sides(int64_t heads, int parts, schedule::TileGrid const& grid, in
     return halves && worth_it && cycle_ctas <= ctas_a_side ? 2 : 1;
 }
 
-// How many CTAs each side has at the least: it has half of the SMs, and those that are left to others may all be its.
+// How many CTAs each side should have at the least: if it has half of the SMs, and those that are left to others are
+// all its. Progress does not rest on it, but on side_1_opens.
 inline int ctas_a_side(int sms, int sm_margin) { return sms / 2 - sm_margin; }
 
 // Whether CTAs begin with the chains of side 1, by how many have come on either side. Chains of a cycle wait for each

@@ -59,7 +59,7 @@ inline schedule::TileGrid tile_grid(BackwardParams const& p) {
             shape.kv_rows, p.causal != 0, schedule::heads_in_pairs(p.heads_q, p.heads_k)};
 }
 
-// One allocation, cut into seven. The fp32 sums are tiles in an order that suits the kernel; nobody else
+// One allocation, cut into eight. The fp32 sums are tiles in an order that suits the kernel; nobody else
 // reads them. All of it begins at a multiple of `alignment`, for which there is room.
 struct WorkspaceLayout {
     int64_t measured = 0;     // a place of nobody, to measure how far it is

@@ -23,10 +23,10 @@ struct KernelArguments {
     int blind_tiles;        // query tiles that see no key: the first ones
     int batch, heads_q, heads_k;
     GroupParts parts;  // of the query heads of a KV head
-    int sides;         // of the L2 cache: 1 or 2. For one of them:
-    int chain_heads;   // batch * heads_k * parts: what the schedule calls heads
-    int chains;
-    int q_heads;       // batch * heads_q
+    int sides;         // of the L2 cache: 1 or 2. Each has its share of what follows:
+    int chain_heads;   // batch * heads_k * parts / sides: what the schedule calls heads
+    int chains;        // chain_heads * kv_tiles
+    int q_heads;       // batch * heads_q / sides
     uint32_t dq_sums;  // q_heads * q_tiles
 
     uint32_t first_place;  // of the sums in its page

@@ -190,7 +190,7 @@ struct Config {
         WriterNotes writer_notes[kWriterWarps];
         CompleteTile<Element> complete[kDqStages];
         StatisticsDesk statistics_desk[1 + kStatisticsHelpers];
-        uint32_t cycles_to_block[2];  // of the first place: see side()
+        uint32_t cycles_to_block[2];  // of the place that is measured: see side()
 
         TransferBarrier k_full, v_full, q_full[kQStages], dout_full[kDoutStages];
         TransferBarrier dq_total_full[kWriterWarps], part_sum_full[kWriterWarps];

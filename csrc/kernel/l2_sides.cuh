@@ -6,8 +6,9 @@
 namespace dash {
 
 // How many cycles this SM is away from a block of a place: of a few atomic operations the fastest. They add nothing,
-// and each SM has words of its own, so that it does not matter who else looks. Side 0 is where the first block of a
-// place is that belongs to nobody: a CTA may come, and look, when sums are under way. `landing` is in shared memory.
+// and few SMs share a word, so that it hardly matters who else looks. Side 0 is where the first block of the place is
+// that KernelArguments::measured points to. It is nobody's sum, since a CTA may come, and look, when sums are under
+// way. `landing` is in shared memory.
 __device__ __forceinline__ uint32_t cycles_to(void* place, int block, uint32_t volatile& landing) {
     unsigned char* const address = static_cast<unsigned char*>(place) + block * kSideBlock + ptx::sm_id() % 128 * 32;
     uint32_t fastest = ~0u;

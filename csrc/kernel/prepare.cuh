@@ -27,15 +27,16 @@ struct PrepareArguments {
 
 constexpr int kPrepareThreads = 256;
 
-// Finds out which side of the L2 cache pages of memory are on: whether to this SM the first block of a page is the
-// nearer one, or the second, as in the place that says which side is 0. A warp for each block.
+// Finds out which side of the L2 cache pages of memory are on. Side 0 is where the first block of `measured` is; so a
+// page begins on side 0 if the same one of its first two blocks is the nearer one to this SM. Two warps, one for each
+// of these blocks, measure a page, and the last two `measured`.
 constexpr int kPagesABlock = kPrepareThreads / 32 / 2 - 1;
 
 __device__ __forceinline__ void measure_pages(PrepareArguments const& args) {
     __shared__ uint32_t cycles[kPagesABlock + 1][2];
     int const first_page = blockIdx.x * kPagesABlock;
     if (first_page >= args.pages) return;
-    int const measured = threadIdx.x / 64, page = first_page + measured;  // and the last one is that place
+    int const measured = threadIdx.x / 64, page = first_page + measured;
     uint32_t const place = page > 0 ? page * kPlacesAPage : args.first_place;
     bool const is_page = measured < kPagesABlock;
     if (threadIdx.x % 32 == 0 && (!is_page || page < args.pages)) {

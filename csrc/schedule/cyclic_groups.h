@@ -80,8 +80,8 @@ struct CyclicGroups {
     }
 };
 
-// Heads are issued in blocks of nearly equal size, each of about so many first chains, enough for several chips: the
-// chains that follow them, longest first, then even out what an unfortunate number of chains leaves over.
+// Heads are issued in blocks of nearly equal size, each of so many first chains or more, a few times as many as SMs
+// share the order: the chains that follow, longest first, even out what an unfortunate number of them leaves over.
 DASH_HD int heads_per_block(int heads, int first_chains_per_head, int chains) {
     int const blocks = max_of(1, heads * first_chains_per_head / chains);
     return quotient_up(heads, blocks);

@@ -76,15 +76,16 @@ struct SymmetricShift {
         return block.claim < lower * block.heads ? block.first_claim + cycle.cycle_end(block.claim, block.heads)
                                                  : claim + 1;
     }
-    // How many heads have as many first chains as fill the SMs that share an order of issue; 0: no number does.
+    // How many heads have as many first chains as fill the SMs that share an order of issue, if those of a head are one
+    // cycle. 0: no number does.
     DASH_HD int filling_heads() const {
         if (!grid.causal || lower != cycle.group_size) return 0;
         Division const heads = divide(chains_that_fill(grid), max_of(1, lower));
         return heads.rest == 0 ? heads.quotient : 0;
     }
-    // These heads are a block: each CTA takes one chain of either kind, they end together, and the least is in use at a
-    // time. If some heads are left over, the last blocks are one with them. Elsewhere larger blocks even out what does
-    // not fill the SMs; without a mask they are those of shift.
+    // These heads are a block: on so many SMs each CTA takes one chain of either kind, they end together, and the least
+    // is in use at a time. If some heads are left over, the last blocks are one with them. Elsewhere larger blocks even
+    // out what does not fill the SMs; without a mask they are those of shift.
     DASH_HD HeadBlock block(int claim, int heads) const {
         int const filling = filling_heads();
         if (filling > 0) {

@@ -45,7 +45,7 @@ struct TileGrid {
     int kv_rows = 1;  // keys a tile
     bool causal = false;
     bool paired = false;     // heads_in_pairs: the schedule may let the heads of a pair go different ways
-    bool two_sides = false;  // of the L2 cache (core/l2_sides.h), each with an order of issue for half of the heads
+    bool two_sides = false;  // of the L2 cache (core/l2_sides.h): each has an order of issue for its half of the heads
 
     DASH_HD int q_tiles() const { return ceil_div(seqlen_q, q_rows); }
     DASH_HD int kv_tiles() const { return ceil_div(seqlen_k, kv_rows); }

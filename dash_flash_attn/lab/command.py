@@ -115,8 +115,9 @@ def _explain(argv: Sequence[str]) -> int:
     parser.add_argument("--heads", type=_positive, nargs="+", default=[16], help="of Q; of K, if another")
     parser.add_argument("--head-dim", type=int, choices=(64, 128), default=128)
     parser.add_argument("--mask", choices=("full", "causal"), default="causal")
-    parser.add_argument("--schedule", default="auto")
-    parser.add_argument("--sms", type=_positive, default=H200_SMS)
+    parser.add_argument("--schedule", default="auto", help=f"auto, {', '.join(SCHEDULES)}")
+    parser.add_argument("--sms", type=_positive, default=H200_SMS, help="of the device")
+    parser.add_argument("--sm-margin", type=int, default=0, help="SMs that are left to others")
     options = parser.parse_args(argv)
     _check_pairs(parser, seqlen=options.seqlen, heads=options.heads)
     try:
@@ -131,6 +132,7 @@ def _explain(argv: Sequence[str]) -> int:
                 options.mask == "causal",
                 schedule=options.schedule,
                 num_sms=options.sms,
+                sm_margin=options.sm_margin,
             )  # fmt: skip
         )
     except ValueError as error:

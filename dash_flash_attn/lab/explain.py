@@ -39,7 +39,7 @@ class Explanation:
     schedule: str
     reason: str
     lower_bound: float
-    """Microseconds; no schedule of these tiles is faster on the model."""
+    """Microseconds; none of the schedules can be faster on the model."""
     forecasts: tuple[Forecast, ...]
     """One for each schedule, in the order of SCHEDULES."""
 
@@ -67,6 +67,7 @@ def explain(
     *,
     schedule: str = "auto",
     num_sms: int = H200_SMS,
+    sm_margin: int = 0,
     costs: Costs | None = None,
 ) -> Explanation:
     """Says which schedule a backward call takes and why, and predicts all of them.
@@ -74,12 +75,19 @@ def explain(
     Args:
         batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim, causal: the call's sizes.
         schedule: the call's argument.
-        num_sms: SMs of the device, less sm_margin.
+        num_sms: SMs of the device.
+        sm_margin: how many of them are left to others.
         costs: in microseconds; H200_COSTS of the head dimension, if None.
 
     Raises ValueError for an unknown schedule or sizes that are no call.
     """
-    asked = schedule if schedule == "auto" else schedule_name(schedule)
+    ctas = num_sms - sm_margin
+    if sm_margin < 0 or ctas < 1:
+        raise ValueError(f"sm_margin is {sm_margin} and not in 0..{num_sms - 1}, of {num_sms} SMs")
+    try:
+        asked = schedule if schedule == "auto" else schedule_name(schedule)
+    except ValueError as error:
+        raise ValueError(f"{error}, auto") from None
     chosen = asked
     if asked == "auto":
         chosen = auto_schedule(seqlen_q, seqlen_k, heads_q, heads_k, head_dim, causal)
@@ -89,29 +97,32 @@ def explain(
         costs = H200_COSTS[head_dim]
 
     plans = {
-        name: plan_call(name, batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim, causal, num_sms)
+        name: plan_call(
+            name, batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim, causal, num_sms, sm_margin
+        )
         for name in SCHEDULES
     }
     forecasts = []
+    bounds = []
     for name, plan in plans.items():
-        if plan.num_ctas_needed > num_sms:
+        if plan.num_ctas_needed > ctas:
             forecasts.append(Forecast(name, plan.num_ctas_needed, None, None, None))
             continue
         run = simulate(
-            plan, num_sms, costs.compute, costs.reduce, costs.signal, "pipelined", chain=costs.chain,
+            plan, ctas, costs.compute, costs.reduce, costs.signal, "pipelined", chain=costs.chain,
             drained=waits_in_line(name),
         )  # fmt: skip
         idle_share = float(run.idle.mean()) / run.makespan
         forecasts.append(Forecast(name, plan.num_ctas_needed, run.makespan, run.stall_share, idle_share))
-        bound = run.lower_bound  # of the tiles alone, so the same for every schedule
+        bounds.append(run.lower_bound)  # not equal where some of them cut a group into parts
 
     mask = "causal" if causal else "full"
     call = f"batch {batch}, {seqlen_q} x {seqlen_k}, {heads_q}/{heads_k} heads, d {head_dim}, {mask}"
     rule = f"The call asks for {asked}."
     if asked == "auto":
         rule = _rule(plans[chosen], causal, seqlen_q == seqlen_k)
-    comparison = _comparison(next(f for f in forecasts if f.schedule == chosen), forecasts, num_sms)
-    return Explanation(call, chosen, f"{rule} {comparison}", bound, tuple(forecasts))
+    comparison = _comparison(next(f for f in forecasts if f.schedule == chosen), forecasts, ctas)
+    return Explanation(call, chosen, f"{rule} {comparison}", min(bounds), tuple(forecasts))
 
 
 def _rule(plan: Plan, causal: bool, square: bool) -> str:
@@ -128,7 +139,7 @@ def _rule(plan: Plan, causal: bool, square: bool) -> str:
     elif square:
         why = "all chains climb from the diagonal, and a late start holds nobody up"
     else:
-        why = "above 128 KV tiles its cycles are in each other's way the least"
+        why = "it is no square above 128 KV tiles, where nothing has been measured"
     return f'Under a causal mask "auto" is {schedule} here: {why}.'
 
 
