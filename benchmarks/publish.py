@@ -25,8 +25,7 @@ CHARTS = ("backward", "small_jobs", "blocks")
 def measured(kind: str, found: Records) -> str:
     """The chart and the tables of one kind of record as Markdown, or how to make one."""
     if kind not in found:
-        command = f"python -m benchmarks {records.command(kind)}"
-        return f"Not measured yet. `{command}` on a GPU makes the record.\n"
+        return f"Not measured yet. `{records.command(kind)}` on a GPU makes the record.\n"
     made = report.tables_of(kind, found[kind])
     parts = [table.markdown() for table in made if table.rows]
     if kind in CHARTS and tables.good(found[kind]["rows"]):

@@ -10,8 +10,8 @@ from . import harness
 from .tables import by_cell
 
 SWEEPS = ("backward", "backward_fa2", "small_jobs")
-"""Kinds of records whose rows are shapes and systems. FlashAttention-2, a third as fast as the others, has a
-sweep of its own: in the others it would take as long as all the rest."""
+"""Kinds of records whose rows are shapes and systems. FlashAttention-2, which takes two to four times as long
+as ours, has a sweep of its own."""
 
 KINDS = (
     *SWEEPS, "blocks", "reproducibility", "accuracy", "memory", "call_cost", "bits", "gpu_tests",
@@ -20,11 +20,12 @@ KINDS = (
 
 
 def command(kind: str) -> str:
-    """The arguments of `python -m benchmarks` that make a record of this kind."""
+    """What makes a record of this kind."""
+    arguments = kind
     if kind == "backward_fa2":
         out = (harness.RESULTS / f"{kind}.json").relative_to(harness.ROOT)
-        return f"backward --schedules auto --peers fa2 --out {out}"
-    return kind
+        arguments = f"backward --schedules auto --peers fa2 --out {out}"
+    return f"python -m benchmarks {arguments}"
 
 
 def committed(folder: Path = harness.RESULTS) -> dict[str, dict[str, Any]]:

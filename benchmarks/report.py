@@ -97,8 +97,7 @@ def build(night: dict[str, Any] | None = None, folder: Path = harness.RESULTS) -
         if kind in found:
             section(kind, title, *_content(kind, found[kind]))
         else:
-            command = f"python -m benchmarks {records.command(kind)}"
-            section(kind, title, f"<p>Not measured yet: <code>{command}</code> on a GPU.</p>")
+            section(kind, title, f"<p>Not measured yet: <code>{records.command(kind)}</code> on a GPU.</p>")
     section("history", "History", *_history(points))
     nav = f"<nav>{''.join(links)}</nav>"
     return (

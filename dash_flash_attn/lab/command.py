@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..schedule import SCHEDULES, plan, schedule_name
+from ..schedule import H200_SMS, SCHEDULES, plan, schedule_name
 from .simulate import MODELS, Simulation, simulate
 
 MISSING = (
@@ -107,7 +107,7 @@ def _check_pairs(parser: argparse.ArgumentParser, **values: Sequence[int]) -> No
 
 
 def _explain(argv: Sequence[str]) -> int:
-    from .explain import H200_SMS, explain
+    from .explain import explain
 
     parser = argparse.ArgumentParser(prog="python -m dash_flash_attn lab explain")
     parser.add_argument("--batch", type=_positive, default=1)

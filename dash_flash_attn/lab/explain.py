@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..checks import check_schedule
 from ..ops import auto_schedule
-from ..schedule import H200_SMS, SCHEDULES, Plan, plan_call, schedule_name, waits_in_line
+from ..schedule import H200_SMS, SCHEDULES, Plan, plan_call, waits_in_line
 from .simulate import Costs, simulate
 
 # In microseconds, by head dimension: fitted by `lab calibrate --record` to the H200 times of 2026-11-30,
@@ -84,10 +85,7 @@ def explain(
     ctas = num_sms - sm_margin
     if sm_margin < 0 or ctas < 1:
         raise ValueError(f"sm_margin is {sm_margin} and not in 0..{num_sms - 1}, of {num_sms} SMs")
-    try:
-        asked = schedule if schedule == "auto" else schedule_name(schedule)
-    except ValueError as error:
-        raise ValueError(f"{error}, auto") from None
+    asked = check_schedule(schedule, None)
     chosen = asked
     if asked == "auto":
         chosen = auto_schedule(seqlen_q, seqlen_k, heads_q, heads_k, head_dim, causal)
