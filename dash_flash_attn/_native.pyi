@@ -33,8 +33,11 @@ class TileGrid:
     @property
     def two_sides(self) -> bool:
         """Whether each side of the L2 cache has an order of issue, for its half of the heads."""
-    def on_sides(self, sides: int) -> TileGrid:
-        """The same grid for 1 or 2 sides of the L2 cache. Only orders of issue differ."""
+    @property
+    def ctas_an_order(self) -> int:
+        """How many CTAs share an order of issue, as far as it cares."""
+    def on_sides(self, sides: int, ctas: int = 128) -> TileGrid:
+        """The same grid for so many CTAs on 1 or 2 sides of the L2 cache. Only orders of issue differ."""
     def q_tiles(self) -> int: ...
     def kv_tiles(self) -> int: ...
     def offset(self) -> int:
@@ -113,11 +116,12 @@ class Descending(_Policy): ...
 class Shift(_Policy): ...
 
 class SymmetricShift(_Policy):
-    def filling_heads(self) -> int:
-        """How many heads have as many rotating chains as fill the SMs that share an order of issue.
-
-        0: no number does, those of one head are more than a cycle, or there is no mask.
-        """
+    def folds(self) -> bool:
+        """Whether chains that rotate end one after the other, and those that descend can follow them."""
+    def block_heads(self) -> int:
+        """How many heads have first cycles that fit on the CTAs: a block, where the triangle folds."""
+    def fills(self) -> bool:
+        """Whether these are all of the rotating chains, and take a full chip or one side of it."""
 
 Policy: TypeAlias = Naive | Descending | Shift | SymmetricShift
 

@@ -77,7 +77,7 @@ def auto_schedule(
     in_line = _native.SymmetricShift.waits_in_line
     parts = _native.part_sizes(heads_q, heads_k, grid, head_dim, in_line)
     steps = max(parts) * grid.q_tiles()
-    fills = _native.SymmetricShift(grid).filling_heads() > 0 and 8 * len(parts) <= steps
+    fills = _native.SymmetricShift(grid).fills() and 8 * len(parts) <= steps
     return "symmetric_shift" if fills else "shift"
 
 

@@ -381,7 +381,7 @@ def plan_call(
     parts = _native.part_sizes(heads_q, heads_k, policy.grid, head_dim, policy.waits_in_line)
     needed = policy.resident_ctas_needed()
     sides = _native.l2_sides(batch, heads_k, len(parts), policy.grid, policy.ways, needed, num_sms, sm_margin)
-    policy = make_policy(schedule, policy.grid.on_sides(sides))
+    policy = make_policy(schedule, policy.grid.on_sides(sides, num_sms - sm_margin))
     return _write_out(policy, parts * (batch * heads_k))
 
 

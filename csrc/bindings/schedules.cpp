@@ -53,15 +53,15 @@ void bind_grid(py::module_& m) {
         .def_readonly("causal", &TileGrid::causal)
         .def_readonly("paired", &TileGrid::paired)
         .def_readonly("two_sides", &TileGrid::two_sides)
+        .def_readonly("ctas_an_order", &TileGrid::ctas_an_order)
         .def(
             "on_sides",
-            [](TileGrid grid, int sides) {
+            [](TileGrid const& grid, int sides, int ctas) {
                 if (sides != 1 && sides != 2)
                     throw py::value_error("sides is " + std::to_string(sides) + " and not 1 or 2");
-                grid.two_sides = sides == 2;
-                return grid;
+                return issued_on(sides, checked_positive(ctas, "ctas"), grid);
             },
-            "sides"_a)
+            "sides"_a, "ctas"_a = schedule::kChainsThatFillAChip)
         .def("q_tiles", &TileGrid::q_tiles)
         .def("kv_tiles", &TileGrid::kv_tiles)
         .def("offset", &TileGrid::offset)
@@ -233,7 +233,9 @@ void bind_schedules(py::module_& m) {
     bind_policy<schedule::Descending>(m, "Descending");
     bind_policy<schedule::Shift>(m, "Shift");
     bind_policy<schedule::SymmetricShift>(m, "SymmetricShift")
-        .def("filling_heads", &schedule::SymmetricShift::filling_heads);
+        .def("folds", &schedule::SymmetricShift::folds)
+        .def("block_heads", &schedule::SymmetricShift::block_heads)
+        .def("fills", &schedule::SymmetricShift::fills);
 }
 
 }  // namespace dash::bindings

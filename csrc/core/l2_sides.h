@@ -49,6 +49,13 @@ inline int l2_sides(int64_t heads, int parts, schedule::TileGrid const& grid, in
 // all its. Progress does not rest on it, but on side_1_opens.
 inline int ctas_a_side(int sms, int sm_margin) { return sms / 2 - sm_margin; }
 
+// The grid as the orders of issue, one or two, are made from it.
+inline schedule::TileGrid issued_on(int sides, int ctas, schedule::TileGrid grid) {
+    grid.two_sides = sides > 1;
+    grid.ctas_an_order = schedule::min_of(ctas / sides, schedule::chains_that_fill(grid));
+    return grid;
+}
+
 // Whether CTAs begin with the chains of side 1, by how many have come on either side. Chains of a cycle wait for each
 // other: with too few CTAs each side would wait for the other one's. It is decided once; if not, those of side 1 begin
 // on side 0. Who finds nothing left goes over to the other side.

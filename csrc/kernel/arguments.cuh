@@ -39,8 +39,7 @@ struct KernelArguments {
 
     float const* lse;
     unsigned char* measured;  // a place of nobody: see kernel/l2_sides.cuh
-    float* dq_sum;
-    int pages;  // that they lie in; 0: their sides do not matter
+    int pages;                // that sums of dQ lie in; 0: their sides do not matter
     unsigned char const* page_sides;
     float* dkv_sum;
     uint32_t* dq_tickets;

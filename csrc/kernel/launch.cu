@@ -241,7 +241,8 @@ int run(BackwardParams const& p) {
     args.heads_k = p.heads_k;
     args.parts = group_parts(p, args.grid);
     int const sides = args.sides = sides_of(p, args.grid);
-    args.grid.two_sides = sides > 1;
+    int const resident = resident_ctas(p.device, p.sm_margin);
+    args.grid = issued_on(sides, resident, args.grid);
     args.chain_heads = p.batch * p.heads_k * args.parts.count / sides;
     args.chains = args.chain_heads * args.grid.kv_tiles();
     args.q_heads = p.batch * p.heads_q / sides;
@@ -258,7 +259,6 @@ int run(BackwardParams const& p) {
     args.wait_limit_ns = p.wait_limit_ns;
     args.stuck = stuck_report();
     args.lse = p.lse;
-    args.dq_sum = workspace.dq_sum;
     args.dkv_sum = workspace.dkv_sum;
     args.dq_tickets = workspace.dq_tickets;
     args.dkv_tickets = workspace.dkv_tickets;
@@ -271,7 +271,7 @@ int run(BackwardParams const& p) {
 
     Launcher const launch = with_types(
         p, [&](auto element, auto head_dim) { return launcher_for<decltype(element), head_dim>(p.schedule); });
-    int const ctas = schedule::min_of(resident_ctas(p.device, p.sm_margin), sides * args.chains);
+    int const ctas = schedule::min_of(resident, sides * args.chains);
     check(launch(args, ctas, static_cast<cudaStream_t>(p.stream)), "launch of the backward kernel");
     return 0;
 }

@@ -9,10 +9,7 @@ namespace dash::schedule {
 // a constant because the bits may not depend on the device.
 constexpr int kMaxCyclicGroup = 64;
 
-// About the number of SMs of a full chip. It shapes the order of issue, and decides into how many parts a group of
-// query heads is cut (core/workspace.h), so the bits depend on it: a constant too.
-constexpr int kChainsThatFillAChip = 128;
-// And of those that share an order of issue.
+// About the number of SMs that share an order of issue on a full chip.
 DASH_HD int chains_that_fill(TileGrid const& grid) {
     return grid.two_sides ? kChainsThatFillAChip / 2 : kChainsThatFillAChip;
 }
@@ -87,22 +84,19 @@ DASH_HD int heads_per_block(int heads, int first_chains_per_head, int chains) {
     return quotient_up(heads, blocks);
 }
 
-// The block that a claim belongs to. Heads from `last_head` on, if there are any, are one.
+// The block that a claim belongs to.
 struct HeadBlock {
     int first_head;
     int heads;
     int first_claim;
     int claim;  // counted from first_claim
 
-    DASH_HD HeadBlock(int claim_, int heads_, int heads_per_block, int last_head, int chains_per_head) {
-        first_head = min_of(quotient(claim_, heads_per_block * chains_per_head) * heads_per_block, last_head);
+    DASH_HD HeadBlock(int claim_, int heads_, int heads_per_block, int chains_per_head) {
+        first_head = quotient(claim_, heads_per_block * chains_per_head) * heads_per_block;
         heads = min_of(heads_per_block, heads_ - first_head);
-        if (first_head == last_head) heads = heads_ - last_head;
         first_claim = first_head * chains_per_head;
         claim = claim_ - first_claim;
     }
-    DASH_HD HeadBlock(int claim_, int heads_, int heads_per_block, int chains_per_head)
-        : HeadBlock(claim_, heads_, heads_per_block, heads_, chains_per_head) {}
 };
 
 }  // namespace dash::schedule

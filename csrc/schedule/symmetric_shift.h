@@ -1,6 +1,7 @@
 #pragma once
 
 #include "cyclic_groups.h"
+#include "folded_blocks.h"
 #include "head_order.h"
 
 namespace dash::schedule {
@@ -62,39 +63,41 @@ struct SymmetricShift {
     }
 
     DASH_HD Chain chain(int claim, int heads) const {
-        HeadBlock const block = this->block(claim, heads);
-        int const upper_claim = block.claim - lower * block.heads;
-        if (upper_claim < 0) {
-            Chain const c = cycle.chain(block.claim, block.heads);
-            return {block.first_head + c.head, c.kv_tile};
+        Stretch const stretch = blocks(heads).stretch(claim);
+        claim -= stretch.first_claim;
+        if (stretch.rotating) {
+            Chain const c = cycle.chain(claim, stretch.heads);
+            return {stretch.first_head + c.head, c.kv_tile};
         }
-        Division const place = divide(upper_claim, block.heads);
-        return {block.first_head + place.rest, lower + place.quotient};
+        Division const place = divide(claim, stretch.heads);
+        return {stretch.first_head + place.rest, lower + place.quotient};
     }
     DASH_HD int cycle_end(int claim, int heads) const {
-        HeadBlock const block = this->block(claim, heads);
-        return block.claim < lower * block.heads ? block.first_claim + cycle.cycle_end(block.claim, block.heads)
-                                                 : claim + 1;
+        Stretch const stretch = blocks(heads).stretch(claim);
+        if (!stretch.rotating) return claim + 1;
+        return stretch.first_claim + cycle.cycle_end(claim - stretch.first_claim, stretch.heads);
     }
-    // How many heads have as many first chains as fill the SMs that share an order of issue, if those of a head are one
-    // cycle. 0: no number does.
-    DASH_HD int filling_heads() const {
-        if (!grid.causal || lower != cycle.group_size) return 0;
-        Division const heads = divide(chains_that_fill(grid), max_of(1, lower));
-        return heads.rest == 0 ? heads.quotient : 0;
+    // Whether chains that rotate end one after the other, as they began to climb, so that those that descend follow
+    // them in step. Without a mask, or with many more keys than queries, they end at once.
+    DASH_HD bool folds() const { return grid.causal && corner > 0; }
+    // Then a block has as many heads as have first cycles that fit on the CTAs, so that no cycle waits for a part of
+    // its CTAs and the least is in use at a time.
+    DASH_HD int block_heads() const { return max_of(1, quotient(grid.ctas_an_order, cycle.group_size)); }
+    // Whether these cycles take a full chip, or one side of it, and are all of the rotating chains.
+    DASH_HD bool fills() const {
+        return folds() && lower == cycle.group_size && block_heads() * lower == chains_that_fill(grid);
     }
-    // These heads are a block: on so many SMs each CTA takes one chain of either kind, they end together, and the least
-    // is in use at a time. If some heads are left over, the last blocks are one with them. Elsewhere larger blocks even
-    // out what does not fill the SMs; without a mask they are those of shift.
-    DASH_HD HeadBlock block(int claim, int heads) const {
-        int const filling = filling_heads();
-        if (filling > 0) {
-            Division const blocks = divide(heads, filling);
-            int const last_head = blocks.rest == 0 ? heads : max_of(0, blocks.quotient - 2) * filling;
-            return {claim, heads, filling, last_head, grid.kv_tiles()};
+    // If heads are left over, the last two blocks are one with them. Other blocks are those of shift, on either side.
+    DASH_HD FoldedBlocks blocks(int heads) const {
+        int const upper = grid.kv_tiles() - lower;
+        if (!folds()) {
+            int const chains = grid.causal ? chains_that_fill(grid) : kChainsThatFillAChip;
+            int const per_block = heads_per_block(heads, cycle.group_size, 3 * chains);
+            return {lower, upper, heads, per_block, quotient(heads - 1, per_block), false};
         }
-        int const chains = grid.causal ? chains_that_fill(grid) : kChainsThatFillAChip;
-        return {claim, heads, heads_per_block(heads, cycle.group_size, 3 * chains), grid.kv_tiles()};
+        Division const all = divide(heads, block_heads());
+        int const last = all.rest == 0 ? all.quotient - 1 : max_of(0, all.quotient - 2);
+        return {lower, upper, heads, block_heads(), last, !fills()};
     }
     DASH_HD int slot(int kv_tile) const {
         return kv_tile < lower ? kv_tile - cycle.group_begin(kv_tile) : grid.kv_tiles() - 1 - kv_tile;

@@ -8,6 +8,10 @@ DASH_HD int min_of(int a, int b) { return a < b ? a : b; }
 DASH_HD int max_of(int a, int b) { return a > b ? a : b; }
 DASH_HD int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
+// About the number of SMs of a full chip. It shapes the order of issue, and decides into how many parts a group of
+// query heads is cut (core/workspace.h), so the bits depend on it: a constant.
+constexpr int kChainsThatFillAChip = 128;
+
 struct Division {
     int quotient, rest;
 };
@@ -46,6 +50,7 @@ struct TileGrid {
     bool causal = false;
     bool paired = false;     // heads_in_pairs: the schedule may let the heads of a pair go different ways
     bool two_sides = false;  // of the L2 cache (core/l2_sides.h): each has an order of issue for its half of the heads
+    int ctas_an_order = kChainsThatFillAChip;  // how many share an order of issue, as far as it cares
 
     DASH_HD int q_tiles() const { return ceil_div(seqlen_q, q_rows); }
     DASH_HD int kv_tiles() const { return ceil_div(seqlen_k, kv_rows); }
