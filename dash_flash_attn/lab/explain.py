@@ -13,8 +13,8 @@ from .simulate import Costs, simulate
 # benchmarks/results/backward.json; the fit is benchmarks/results/calibration.json. What it says well is
 # compute, chain and the hop reduce + signal; how the hop splits into its two parts it hardly says.
 H200_COSTS = {
-    64: Costs(compute=2.472, reduce=0.542, signal=1.153, chain=4.87),
-    128: Costs(compute=2.205, reduce=0.004, signal=1.229, chain=9.14),
+    64: Costs(compute=2.475, reduce=0.498, signal=1.195, chain=4.86),
+    128: Costs(compute=2.194, reduce=0.019, signal=1.321, chain=9.08),
 }
 
 
