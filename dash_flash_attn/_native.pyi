@@ -35,9 +35,9 @@ class TileGrid:
         """Whether each side of the L2 cache has an order of issue, for its half of the heads."""
     @property
     def ctas_an_order(self) -> int:
-        """How many CTAs share an order of issue, as far as it cares."""
+        """How many CTAs share an order of issue, no more than fill a chip or a side."""
     def on_sides(self, sides: int, ctas: int = 128) -> TileGrid:
-        """The same grid for so many CTAs on 1 or 2 sides of the L2 cache. Only orders of issue differ."""
+        """The same grid for so many CTAs, in all, on 1 or 2 sides of the L2 cache: for orders of issue."""
     def q_tiles(self) -> int: ...
     def kv_tiles(self) -> int: ...
     def offset(self) -> int:
@@ -118,7 +118,7 @@ class Shift(_Policy): ...
 class SymmetricShift(_Policy):
     def folds(self) -> bool:
         """Whether chains that rotate end one after the other, and those that descend can follow them."""
-    def block_heads(self) -> int:
+    def heads_that_fit(self) -> int:
         """How many heads have first cycles that fit on the CTAs: a block, where the triangle folds."""
     def fills(self) -> bool:
         """Whether these are all of the rotating chains, and take a full chip or one side of it."""

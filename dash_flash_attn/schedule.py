@@ -374,9 +374,13 @@ def plan_call(
     Args as of `Schedule`, and the heads of Q, and of K and V; the SMs of the device, and how many of them
     are left to others. Where the kernel cuts the query heads of a KV head into parts, each part is a head of
     the plan. Where the SMs are enough for a cycle on each side of the L2 cache, each has an order of issue.
+    The order depends on how many SMs there are; visits and ranks do not.
 
-    Raises ValueError for an unknown name, a size that is not positive, or heads_k that don't divide heads_q.
+    Raises ValueError for an unknown name, a size that is not positive, heads_k that don't divide heads_q, or
+    sm_margin outside of 0 to num_sms - 1.
     """
+    if not 0 <= sm_margin < num_sms:
+        raise ValueError(f"sm_margin is {sm_margin} and not in 0..{num_sms - 1}, of {num_sms} SMs")
     policy = make_policy(schedule, _native.call_grid(seqlen_q, seqlen_k, heads_q, heads_k, head_dim, causal))
     parts = _native.part_sizes(heads_q, heads_k, policy.grid, head_dim, policy.waits_in_line)
     needed = policy.resident_ctas_needed()

@@ -154,6 +154,13 @@ def folded(kv_tiles, sides=1, ctas=128, causal=True):
     return _native.SymmetricShift(grid.on_sides(sides, ctas))
 
 
+def blocks_of_heads(heads, block):
+    """What is left over is one block with the last two; so is all, if there is no third."""
+    whole, rest = divmod(heads, block)
+    last = (whole - 1 if not rest else max(0, whole - 2)) * block
+    return [range(first, first + block) for first in range(0, last, block)] + [range(last, heads)]
+
+
 def half_of_block(policy, heads, rotating):
     """A block's chains of one kind: cycle by cycle, head by head in them; or the longest chains first."""
     kv_tiles, size = policy.grid.kv_tiles(), policy.resident_ctas_needed()
@@ -168,15 +175,12 @@ def half_of_block(policy, heads, rotating):
 @pytest.mark.parametrize("kv_tiles", [128, 127, 64, 32, 15, 8])
 def test_the_rectangles_that_fill_the_sms_of_an_order_of_issue(kv_tiles, sides):
     policy = folded(kv_tiles, sides)
-    block = policy.block_heads()
+    block = policy.heads_that_fit()
     assert policy.fills() and block * ((kv_tiles + 1) // 2) == 128 // sides
-    # What is left over is one block with the last two.
-    for heads, sizes in ((3 * block, [block] * 3), (3 * block + 1, [block, 2 * block + 1]), (1, [1])):
-        expected, first = [], 0
-        for size in sizes if heads > 1 and block > 1 else [block] * (heads // block) or [heads]:
-            of_block = range(first, first + size)
+    for heads in (3 * block, 3 * block + 1, 1):
+        expected = []
+        for of_block in blocks_of_heads(heads, block):
             expected += half_of_block(policy, of_block, True) + half_of_block(policy, of_block, False)
-            first += size
         assert policy.chain_table(heads).tolist() == expected
 
 
@@ -189,18 +193,15 @@ def test_the_rectangles_that_fill_the_sms_of_an_order_of_issue(kv_tiles, sides):
 def test_blocks_in_turns(kv_tiles, blocks):
     on = (1, 132), (1, 127), (2, 129), (2, 127), (2, 78)
     for block, policy in zip(blocks, (folded(kv_tiles, *where) for where in on), strict=True):
-        assert policy.block_heads() == block
+        assert policy.heads_that_fit() == block
         if policy.fills():
             continue
-        # What is left over is one block with the last two; so is all, if there is no third.
         for heads in (block, 4 * block, 4 * block + 1, 2 * block + 1, 3):
-            whole, rest = divmod(heads, block)
-            last = (whole - 1 if not rest else max(0, whole - 2)) * block
-            blocks = [range(first, first + block) for first in range(0, last, block)] + [range(last, heads)]
-            expected = half_of_block(policy, blocks[0], True)
-            for now, then in itertools.pairwise(blocks):
+            parts = blocks_of_heads(heads, block)
+            expected = half_of_block(policy, parts[0], True)
+            for now, then in itertools.pairwise(parts):
                 expected += half_of_block(policy, then, True) + half_of_block(policy, now, False)
-            expected += half_of_block(policy, blocks[-1], False)
+            expected += half_of_block(policy, parts[-1], False)
             assert policy.chain_table(heads).tolist() == expected
             lower, size = (kv_tiles + 1) // 2, policy.resident_ctas_needed()
             for claim, (head, kv_tile) in enumerate(expected):
@@ -225,7 +226,7 @@ def test_blocks_are_for_the_ctas_that_share_an_order(sms, sm_margin, ctas_an_ord
     p = plan_call("symmetric_shift", 8, 4096, 4096, 16, 16, 128, True, sms, sm_margin)
     assert (p.sides, p.grid.ctas_an_order) == (2, ctas_an_order)
     policy = _native.SymmetricShift(p.grid)
-    assert policy.block_heads() == ctas_an_order // 16 and policy.fills() == (ctas_an_order == 64)
+    assert policy.heads_that_fit() == ctas_an_order // 16 and policy.fills() == (ctas_an_order == 64)
     one = plan_call("symmetric_shift", 1, 4096, 4096, 1, 1, 128, True, sms, sm_margin)
     assert (one.sides, one.grid.ctas_an_order) == (1, min(128, sms - sm_margin))
 
@@ -241,7 +242,7 @@ def test_blocks_are_small_only_where_a_folded_triangle_is_left(queries, keys, fo
     lower = -(-keys // 128 // 2)
     heads = int(np.argmax(policy.chain_table(400)[:, 1] >= lower)) // lower
     if folds:
-        assert heads == policy.block_heads() * (1 if policy.fills() else 2)
+        assert heads == policy.heads_that_fit() * (1 if policy.fills() else 2)
     else:
         assert heads == -(-400 // (400 * policy.resident_ctas_needed() // 384))
 
@@ -735,7 +736,7 @@ def test_auto_is_near_the_bound_on_the_papers_shapes():
         assert efficiency(p) > 0.97
 
 
-def test_issuing_more_heads_at_once_helps_untidy_shapes():
+def test_large_blocks_on_one_side_leave_little_for_untidy_shapes_to_gain():
     for batch, seqlen in ((5, 3072), (7, 2176), (2, 6144)):
         kernel = plan_call("symmetric_shift", batch, seqlen, seqlen, 16, 16, 128, True)
         large = in_large_blocks("symmetric_shift", batch, seqlen, 16)

@@ -234,7 +234,7 @@ void bind_schedules(py::module_& m) {
     bind_policy<schedule::Shift>(m, "Shift");
     bind_policy<schedule::SymmetricShift>(m, "SymmetricShift")
         .def("folds", &schedule::SymmetricShift::folds)
-        .def("block_heads", &schedule::SymmetricShift::block_heads)
+        .def("heads_that_fit", &schedule::SymmetricShift::heads_that_fit)
         .def("fills", &schedule::SymmetricShift::fills);
 }
 

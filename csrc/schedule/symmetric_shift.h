@@ -78,16 +78,17 @@ struct SymmetricShift {
         return stretch.first_claim + cycle.cycle_end(claim - stretch.first_claim, stretch.heads);
     }
     // Whether chains that rotate end one after the other, as they began to climb, so that those that descend follow
-    // them in step. Without a mask, or with many more keys than queries, they end at once.
+    // them in step. Without a mask, or with many more keys than queries, they end at the same time.
     DASH_HD bool folds() const { return grid.causal && corner > 0; }
-    // Then a block has as many heads as have first cycles that fit on the CTAs, so that no cycle waits for a part of
-    // its CTAs and the least is in use at a time.
-    DASH_HD int block_heads() const { return max_of(1, quotient(grid.ctas_an_order, cycle.group_size)); }
+    // Then a block has as many heads as have first cycles that fit on the CTAs, at least one, so that as far as may be
+    // no cycle waits for a part of its CTAs, and the least is in use at a time.
+    DASH_HD int heads_that_fit() const { return max_of(1, quotient(grid.ctas_an_order, cycle.group_size)); }
     // Whether these cycles take a full chip, or one side of it, and are all of the rotating chains.
     DASH_HD bool fills() const {
-        return folds() && lower == cycle.group_size && block_heads() * lower == chains_that_fill(grid);
+        return folds() && lower == cycle.group_size && heads_that_fit() * lower == chains_that_fill(grid);
     }
-    // If heads are left over, the last two blocks are one with them. Other blocks are those of shift, on either side.
+    // If heads are left over, the last two blocks are one with them. What does not fold is in blocks of three chips'
+    // or sides' worth of first cycles, without a mask those of shift.
     DASH_HD FoldedBlocks blocks(int heads) const {
         int const upper = grid.kv_tiles() - lower;
         if (!folds()) {
@@ -95,9 +96,9 @@ struct SymmetricShift {
             int const per_block = heads_per_block(heads, cycle.group_size, 3 * chains);
             return {lower, upper, heads, per_block, quotient(heads - 1, per_block), false};
         }
-        Division const all = divide(heads, block_heads());
+        Division const all = divide(heads, heads_that_fit());
         int const last = all.rest == 0 ? all.quotient - 1 : max_of(0, all.quotient - 2);
-        return {lower, upper, heads, block_heads(), last, !fills()};
+        return {lower, upper, heads, heads_that_fit(), last, !fills()};
     }
     DASH_HD int slot(int kv_tile) const {
         return kv_tile < lower ? kv_tile - cycle.group_begin(kv_tile) : grid.kv_tiles() - 1 - kv_tile;

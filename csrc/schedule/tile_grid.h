@@ -16,7 +16,7 @@ struct Division {
     int quotient, rest;
 };
 
-// n by d for 0 <= n < 2^30, 0 < d. On the GPU in a fraction of the time that the operators take there: a chain's claim
+// n by d for 0 <= n, 0 < d. On the GPU in a fraction of the time that the operators take there: a chain's claim
 // asks for a dozen of them. The estimate is off by one at most, unless the quotient is in the millions.
 DASH_HD Division divide(int n, int d) {
 #ifdef __CUDA_ARCH__
@@ -50,7 +50,7 @@ struct TileGrid {
     bool causal = false;
     bool paired = false;     // heads_in_pairs: the schedule may let the heads of a pair go different ways
     bool two_sides = false;  // of the L2 cache (core/l2_sides.h): each has an order of issue for its half of the heads
-    int ctas_an_order = kChainsThatFillAChip;  // how many share an order of issue, as far as it cares
+    int ctas_an_order = kChainsThatFillAChip;  // that share an order of issue: no more than fill a chip, or a side
 
     DASH_HD int q_tiles() const { return ceil_div(seqlen_q, q_rows); }
     DASH_HD int kv_tiles() const { return ceil_div(seqlen_k, kv_rows); }

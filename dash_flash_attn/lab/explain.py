@@ -82,9 +82,6 @@ def explain(
 
     Raises ValueError for an unknown schedule or sizes that are no call.
     """
-    ctas = num_sms - sm_margin
-    if sm_margin < 0 or ctas < 1:
-        raise ValueError(f"sm_margin is {sm_margin} and not in 0..{num_sms - 1}, of {num_sms} SMs")
     asked = check_schedule(schedule, None)
     chosen = asked
     if asked == "auto":
@@ -100,6 +97,7 @@ def explain(
         )
         for name in SCHEDULES
     }
+    ctas = num_sms - sm_margin
     forecasts = []
     bounds = []
     for name, plan in plans.items():
