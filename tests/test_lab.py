@@ -124,7 +124,7 @@ def test_a_call_that_is_shared_out_to_the_sides_of_the_l2_cache():
 
 
 @pytest.mark.parametrize(
-    ("batch", "heads_k", "parts", "tokens", "ways", "ctas_wanted", "sms", "sm_margin", "sides"),
+    ("batch", "heads_k", "parts", "tokens", "ways", "cycle_ctas", "sms", "sm_margin", "sides"),
     [
         (1, 6, 1, 8192, 1, 1, 132, 0, 2),
         (1, 6, 1, 8192, 2, 1, 132, 0, 1),  # three pairs
@@ -143,10 +143,10 @@ def test_a_call_that_is_shared_out_to_the_sides_of_the_l2_cache():
     ],
 )
 def test_which_calls_are_shared_out_to_the_sides_of_the_l2_cache(
-    batch, heads_k, parts, tokens, ways, ctas_wanted, sms, sm_margin, sides
+    batch, heads_k, parts, tokens, ways, cycle_ctas, sms, sm_margin, sides
 ):
     grid = _native.TileGrid(tokens, tokens, 64, 128, True)
-    assert _native.l2_sides(batch, heads_k, parts, grid, ways, ctas_wanted, sms, sm_margin) == sides
+    assert _native.l2_sides(batch, heads_k, parts, grid, ways, cycle_ctas, sms, sm_margin) == sides
 
 
 def folded(kv_tiles, sides=1, ctas=128, causal=True):

@@ -81,8 +81,7 @@ struct Shift {
 
     DASH_HD Chain chain(int claim, int heads) const {
         if (opposite) return pairs.chain(claim, heads);
-        HeadBlock const block(claim, heads, heads_per_block(heads, chains_at_first(), 3 * kChainsThatFillAChip),
-                              grid.kv_tiles());
+        HeadBlock const block = this->block(claim, heads);
         if (climbs) {
             int const begin = band_begin(quotient(block.claim, block.heads));
             int const end = band_end(begin);
@@ -94,8 +93,7 @@ struct Shift {
     }
     DASH_HD int cycle_end(int claim, int heads) const {
         if (climbs) return claim + 1;
-        HeadBlock const block(claim, heads, heads_per_block(heads, chains_at_first(), 3 * kChainsThatFillAChip),
-                              grid.kv_tiles());
+        HeadBlock const block = this->block(claim, heads);
         return block.first_claim + cycle.cycle_end(block.claim, block.heads);
     }
     DASH_HD int chains_at_first() const { return climbs ? band_end(0) : cycle.group_size; }
@@ -105,6 +103,9 @@ struct Shift {
     DASH_HD int resident_ctas_needed() const { return climbs ? 1 : min_of(cycle.group_size, cycle.members); }
 
   private:
+    DASH_HD HeadBlock block(int claim, int heads) const {
+        return {claim, heads, heads_per_block(heads, chains_at_first(), 3 * kChainsThatFillAChip), grid.kv_tiles()};
+    }
     // A band's end, and the begin of the one that a KV tile is in.
     DASH_HD int band_end(int begin) const {
         if (opposite) return grid.kv_tiles();

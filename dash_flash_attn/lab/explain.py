@@ -80,7 +80,7 @@ def explain(
         sm_margin: how many of them are left to others.
         costs: in microseconds; H200_COSTS of the head dimension, if None.
 
-    Raises ValueError for an unknown schedule or sizes that are no call.
+    Raises ValueError for an unknown schedule, sizes that are no call, or an sm_margin that leaves no SM.
     """
     asked = check_schedule(schedule, None)
     chosen = asked
