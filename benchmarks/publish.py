@@ -18,7 +18,7 @@ _PLACE = re.compile(r"(<!-- measured: (\w+) -->\n).*?(<!-- /measured -->)", re.D
 
 Records = claims.Records
 
-CHARTS = ("backward", "small_jobs", "blocks")
+CHARTS = ("backward", "small_jobs", "lengths", "blocks")
 """The kinds of records that there is a chart of."""
 
 
@@ -37,6 +37,10 @@ def _claims(found: Records) -> str:
     return claims.claims(found).markdown(title=False) + "\n"
 
 
+def _targets(found: Records) -> str:
+    return claims.targets(found).markdown(title=False) + "\n"
+
+
 def _sizes(found: Records) -> str:
     lines = (f"- {model.name}: {blocks.sizes(model)}" for model in blocks.MODELS)
     return "\n".join(lines) + "\n"
@@ -44,6 +48,7 @@ def _sizes(found: Records) -> str:
 
 PLACES: dict[str, Callable[[Records], str]] = {
     "claims": _claims,
+    "targets": _targets,
     "sizes": _sizes,
     **{kind: lambda found, kind=kind: measured(kind, found) for kind, _ in report.SECTIONS},
 }
@@ -68,7 +73,8 @@ def draw(found: Records, folder: Path) -> list[Path]:
     paths = []
     for kind in CHARTS:
         if kind in found and tables.good(found[kind]["rows"]):
-            figure = (charts.blocks if kind == "blocks" else charts.sweep)(found[kind]["rows"])
+            draw = {"blocks": charts.blocks, "lengths": charts.lengths}.get(kind, charts.sweep)
+            figure = draw(found[kind]["rows"])
             paths.append(folder / f"{kind}.svg")
             paths[-1].write_bytes(charts.svg(figure))
     return paths

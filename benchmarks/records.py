@@ -14,7 +14,7 @@ SWEEPS = ("backward", "backward_fa2", "small_jobs")
 as ours, has a sweep of its own."""
 
 KINDS = (
-    *SWEEPS, "blocks", "reproducibility", "accuracy", "memory", "call_cost", "bits", "gpu_tests",
+    *SWEEPS, "lengths", "blocks", "reproducibility", "accuracy", "memory", "call_cost", "bits", "gpu_tests",
 )  # fmt: skip
 """What there may be a record of: in a file of that name, or that of the quick form, with `_quick` behind."""
 

@@ -37,6 +37,7 @@ SECTIONS = (
     ("backward", "The paper's shapes"),
     ("backward_fa2", "The paper's shapes, FlashAttention-2"),
     ("small_jobs", "Short sequences, single ones, and LLaMA3-8B"),
+    ("lengths", "Every length"),
     ("blocks", "Transformer blocks"),
     ("reproducibility", "Reproducibility"),
     ("accuracy", "Accuracy"),
@@ -65,6 +66,8 @@ def charts_of(kind: str, record: dict[str, Any]) -> list[tuple[str, Any]]:
         return []
     if kind in records.SWEEPS:
         return charts.sweep_panels(rows)
+    if kind == "lengths":
+        return charts.length_panels(rows)
     return [("Transformer blocks", charts.blocks(rows))] if kind == "blocks" else []
 
 
@@ -85,8 +88,9 @@ def build(night: dict[str, Any] | None = None, folder: Path = harness.RESULTS) -
 
     if night:
         parts.append(_verdict(night))
-        if night.get("backward"):
-            section("night", "This night's sweep", *_content("backward", night["backward"]))
+        for kind, title in (("backward", "This night's sweep"), ("lengths", "This night's lengths")):
+            if night.get(kind):
+                section(f"night_{kind}", title, *_content(kind, night[kind]))
     checks = night or {"tests": found.get("gpu_tests"), "bits": found.get("bits")}
     if lines := _checks(checks):
         section("checks", "Checks", "<ul>" + "".join(f"<li>{_text(line)}</li>" for line in lines) + "</ul>")
