@@ -211,7 +211,7 @@ def _unobserved(*tensors: Tensor) -> bool:
     """Whether an operator's call can go straight to the device's kernel, since nobody else looks at it.
 
     The dispatcher would ask subclasses, modes, transforms, tracers and profilers, and then call the kernel by
-    way of C++: of a small call that is a fifth of its CPU time (docs/performance.md).
+    way of C++: of a small call that is a fifth of its CPU time (docs/experiments.md).
     """
     return (
         all(type(x) in _PLAIN for x in tensors)
@@ -256,7 +256,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _forward_autograd(q, k, v, softmax_scale, causal, schedule="auto", deterministic=True, sm_margin=0):
-    """What torch.library.register_autograd makes, but that takes 20 us longer (docs/performance.md)."""
+    """What torch.library.register_autograd makes, but that takes 20 us longer (docs/experiments.md)."""
     options = softmax_scale, causal, schedule, deterministic, sm_margin
     return _differentiable(_forward_below_autograd, q, k, v, options)
 

@@ -847,6 +847,15 @@ def test_other_bits_need_a_reason_and_the_changelog_tells_it(shelf):
     assert json.loads(shelf["bits_path"].read_text()) == other["bits"]
 
 
+def test_bits_before_the_first_release_are_no_change(shelf):
+    first = "# Changelog\n\n## 0.1.0 (unreleased)\n\n- Attention.\n"
+    shelf["changelog"].write_text(first)
+    harness.write_json(shelf["bits_path"], ACCEPTED_BITS)
+    written = accept.accept(judged(night(found={"case": hashes(dq="8")})), "dQ is scaled earlier.", **shelf)
+    assert shelf["changelog"] not in written and shelf["changelog"].read_text() == first
+    assert json.loads(written[0].read_text())["accepted_because"] == "dQ is scaled earlier."
+
+
 def test_slower_cells_need_a_reason_too(shelf):
     slower = judged(night([row("auto", 300.0), row("shift", 390.0)]))
     with pytest.raises(accept.NotAcceptable, match="25.0% slower"):

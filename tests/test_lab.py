@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import re
 import subprocess
 import sys
 import time
@@ -868,6 +869,15 @@ def test_command_explains():
     done = run_lab("explain", "--batch", "2", "--seqlen", "1024", "--heads", "16", "4", "--mask", "causal")
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{explain(2, 1024, 1024, 16, 4, 128, causal=True)}\n"
+
+
+def test_command_explains_what_the_limits_say():
+    """docs/limits.md, "Fewer than 128 SMs", cites a command and says that shift is the faster one by it."""
+    limits = RESULTS.parent.parent / "docs" / "limits.md"
+    (line,) = [line for line in limits.read_text().splitlines() if " lab explain " in line]
+    done = run_lab(*line.partition(" lab ")[2].split())
+    assert done.returncode == 0, done.stderr
+    assert re.search('"auto" is symmetric_shift .* shift, is predicted to be .* faster', done.stdout)
 
 
 def test_an_sm_that_drains_claims_after_its_last_reduction():
