@@ -2,7 +2,8 @@
 
 The record goes to benchmarks/results/nightly/, its bits to benchmarks/results/bits.json; commit both. Slower
 cells and other bits are accepted only with a reason, which is kept in the record; other bits are told in
-CHANGELOG.md too, from the second release on. A record with failed tests, soak cases or measurements is not accepted.
+CHANGELOG.md too, from the second release on. A record with failed tests, soak cases or measurements is not
+accepted.
 """
 
 from __future__ import annotations
