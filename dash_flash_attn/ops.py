@@ -52,10 +52,10 @@ def auto_schedule(
 
     A function of the shape of one batch entry, since the bits depend on it.
     """
-    if not causal:
-        return "shift"
     groups = heads_q > heads_k
     grid = _native.call_grid(seqlen_q, seqlen_k, heads_q, heads_k, head_dim, causal)
+    if not causal:
+        return "shift" if _cycles_fit(grid, heads_k, groups) else "descending"
     # Chains that wait in line are near each other's query tiles, which then stay in the L2 cache, in all
     # heads of a group. But the last one starts late, by a reduction for each before it: there must be enough
     # to do after that.
@@ -79,6 +79,18 @@ def auto_schedule(
     steps = max(parts) * grid.q_tiles()
     fills = _native.SymmetricShift(grid).fills() and 8 * len(parts) <= steps
     return "symmetric_shift" if fills else "shift"
+
+
+def _cycles_fit(grid: _native.TileGrid, heads_k: int, groups: bool) -> bool:
+    """Whether the cycles of shift, without a mask, are the better choice.
+
+    A side of the L2 cache has 66 CTAs. A cycle of 34 to about 60 chains leaves the others without a whole
+    cycle, and they stall. Chains in line need none, but enough work behind the line's start
+    (docs/schedules.md, "auto").
+    """
+    smallest, largest = 34, 56 if groups else 60
+    in_line_pays = grid.q_tiles() >= grid.kv_tiles() and heads_k * grid.kv_tiles() >= 288
+    return not (in_line_pays and smallest <= _native.Shift(grid).resident_ctas_needed() <= largest)
 
 
 def _empty_forward(q: Tensor) -> tuple[Tensor, Tensor]:
