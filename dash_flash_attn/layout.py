@@ -1,7 +1,8 @@
 """Tensors as the kernels address them."""
 
-import torch
 from torch import Tensor
+
+from .torch_settings import uninitialized
 
 
 def addressable(x: Tensor) -> Tensor:
@@ -14,8 +15,7 @@ def addressable(x: Tensor) -> Tensor:
     in_units = not ((batch_stride | row_stride | head_stride) & 7 or x.data_ptr() & 15)
     if element_stride == 1 and in_units and batch_stride and row_stride and head_stride:
         return x
-    # contiguous() would hand x back where the odd stride is the one of a dimension of size 1.
-    return x.clone(memory_format=torch.contiguous_format)
+    return uninitialized(x.shape, x.dtype, x.device).copy_(x)
 
 
 def matrix(x: Tensor) -> tuple[int, int, int, int]:

@@ -4,11 +4,7 @@ Both have a CPU implementation (reference.py), one for CUDA, a fake for tracing 
 Calling them directly is the same as calling the public functions, less the checks of options.
 """
 
-import contextlib
 import functools
-import threading
-import warnings
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -18,6 +14,7 @@ from . import _native, kernels, reference
 from .checks import check_gradient_tensors, check_tensors, lse_dtype
 from .forward import attention_forward
 from .layout import addressable, matrix
+from .torch_settings import deterministic_algorithms, unfilled_memory, uninitialized
 
 # A CTA that waits this long for its turn ends the kernel with an error instead of hanging the job.
 WAIT_LIMIT_NS = 10_000_000_000
@@ -115,6 +112,7 @@ def _forward_cuda(q, k, v, softmax_scale, causal, schedule="auto", deterministic
     check_tensors(q, k, v)
     if q.numel() == 0 or k.numel() == 0:
         return _empty_forward(q)
+    kernels.falls_back(q.device.index)  # to be told of before anything runs, not in the first backward
     with torch.cuda.device(q.device.index):
         return attention_forward(q, k, v, softmax_scale, causal)
 
@@ -143,19 +141,18 @@ def _backward_cuda(dout, q, k, v, out, lse, softmax_scale, causal, schedule, det
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     device = q.device
     index = device.index
-    if reason := kernels.unusable(index):
-        _warn_once(reason)
+    if kernels.falls_back(index):
         return _backward_flash2(dout, q, k, v, out, lse, softmax_scale, causal, deterministic)
     if schedule == "auto":
         schedule = auto_schedule(seqlen_q, seqlen_k, heads_q, heads_k, head_dim, causal)
-    q, k, v, out, dout = map(addressable, (q, k, v, out, dout))
-    lse = lse.contiguous()
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     workspace_bytes = _native.workspace_bytes(
         batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim, causal, schedule
     )
-    workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
     with torch.cuda.device(index):
+        q, k, v, out, dout = map(addressable, (q, k, v, out, dout))
+        lse = lse.contiguous()
+        dq, dk, dv = (uninitialized(x.shape, x.dtype, device) for x in (q, k, v))
+        workspace = uninitialized((workspace_bytes,), torch.uint8, device)
         _native.backward(
             *map(matrix, (q, k, v, out, dout, dq, dk, dv)),
             lse.data_ptr(),
@@ -181,42 +178,16 @@ def _backward_fake(dout, q, k, v, out, lse, softmax_scale, causal, schedule, det
 
 def _backward_flash2(dout, q, k, v, out, lse, softmax_scale, causal, deterministic):
     """torch's own FlashAttention-2 backward, for GPUs without our kernels."""
-    q, k, v, out, dout = map(addressable, (q, k, v, out, dout))
     # It expects +inf where a query sees no key.
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)
     unused = torch.empty(0, dtype=torch.int64, device=q.device)  # the random state of a dropout
-    with torch.cuda.device(q.device), _deterministic_algorithms(deterministic):
+    with torch.cuda.device(q.device), deterministic_algorithms(deterministic), unfilled_memory():
+        q, k, v, out, dout = map(addressable, (q, k, v, out, dout))
         gradients = torch.ops.aten._flash_attention_backward(
             dout, q, k, v, out, lse, None, None, q.shape[1], k.shape[1], 0.0, causal, unused, unused,
             scale=softmax_scale,
         )  # fmt: skip
         return tuple(x.contiguous() for x in gradients)
-
-
-# The setting is the process's, and autograd runs a thread for each device.
-_setting_determinism = threading.Lock()
-
-
-@contextlib.contextmanager
-def _deterministic_algorithms(enabled: bool) -> Iterator[None]:
-    """torch.use_deterministic_algorithms(enabled) for a block, and what was set before after it."""
-    with _setting_determinism:
-        before = torch.are_deterministic_algorithms_enabled()
-        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(before, warn_only=warn_only)
-
-
-@functools.cache
-def _warn_once(reason: str) -> None:
-    warnings.warn(
-        f"dash_flash_attn: {reason}; using torch's FlashAttention-2 backward, where schedule and sm_margin "
-        "have no meaning",
-        stacklevel=2,
-    )
 
 
 def _unobserved(*tensors: Tensor) -> bool:

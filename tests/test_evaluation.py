@@ -1093,6 +1093,29 @@ def test_a_report_without_matplotlib_has_its_tables(tmp_path, monkeypatch):
     assert "3.0 (1.5000)" in text
 
 
+def test_publish_overwrites_nothing_where_it_has_nothing(tmp_path, capsys):
+    document, page = tmp_path / "page.md", tmp_path / "report.html"
+    text = "<!-- measured: memory -->\nmeasured\n<!-- /measured -->\n"
+    document.write_text(text)
+    empty = tmp_path / "source distribution"
+    empty.mkdir()
+    results = results_folder(tmp_path / "results")
+    before = sorted(results.iterdir())
+    missing = tmp_path / "missing"
+    for folder, made_from, night_record, why in (
+        (empty, document, None, "no records"),
+        (missing, document, None, "no records"),
+        (results, missing, None, "missing"),
+        (results, document, missing, "missing"),
+    ):
+        arguments = ["--results", str(folder), "--document", str(made_from), "--report", str(page)]
+        assert publish.main([*arguments, *(["--night", str(night_record)] if night_record else [])]) == 1
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and why in error
+    assert document.read_text() == text and not page.exists()
+    assert sorted(results.iterdir()) == before and not list(empty.iterdir())
+
+
 def test_publish_writes_charts_document_and_report(tmp_path, capsys):
     results = results_folder(tmp_path / "results")
     document = tmp_path / "page.md"
