@@ -86,7 +86,7 @@ def _cycles_fit(grid: _native.TileGrid, heads_k: int, groups: bool) -> bool:
     (docs/schedules.md, "auto").
     """
     smallest, largest = 34, 56 if groups else 60
-    in_line_pays = grid.q_tiles() >= grid.kv_tiles() and heads_k * grid.kv_tiles() >= 288
+    in_line_pays = grid.q_tiles() >= grid.kv_tiles() and heads_k >= 8
     return not (in_line_pays and smallest <= _native.Shift(grid).resident_ctas_needed() <= largest)
 
 

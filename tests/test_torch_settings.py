@@ -55,7 +55,10 @@ def test_a_block_is_strict_and_leaves_what_was_set(before: tuple[bool, bool], en
 def test_what_flash_attention_2_is_called_under(
     mode: bool | None, deterministic_call: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch's kernel adds with atomics unless the mode is on and warn_only off. `mode`: warn_only, if it is on."""
+    """torch's kernel adds with atomics unless the mode is on and warn_only off.
+
+    `mode` is warn_only, None where the mode is off.
+    """
     seen = []
 
     def backward(dout, q, k, v, *_, **__):

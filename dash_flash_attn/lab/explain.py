@@ -125,9 +125,7 @@ def _rule(plan: Plan, causal: bool, square: bool) -> str:
     """Why "auto" is this schedule."""
     schedule = plan.name
     if schedule == "descending" and not causal:
-        return (
-            'Without a mask "auto" is descending here: cycles of shift would leave many SMs without a whole one.'
-        )
+        return 'Without a mask "auto" is descending here: cycles of shift would leave SMs over.'
     if schedule == "descending":
         return '"auto" is descending for sequences this long: chains in line share what is in the L2 cache.'
     if not causal:
