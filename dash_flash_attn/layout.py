@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from .torch_settings import uninitialized
+from .torch_settings import uninitialized_like
 
 
 def addressable(x: Tensor) -> Tensor:
@@ -15,7 +15,8 @@ def addressable(x: Tensor) -> Tensor:
     in_units = not ((batch_stride | row_stride | head_stride) & 7 or x.data_ptr() & 15)
     if element_stride == 1 and in_units and batch_stride and row_stride and head_stride:
         return x
-    return uninitialized(x.shape, x.dtype, x.device).copy_(x)
+    # contiguous() would hand x back where the odd stride is the one of a dimension of size 1.
+    return uninitialized_like(x).copy_(x)
 
 
 def matrix(x: Tensor) -> tuple[int, int, int, int]:

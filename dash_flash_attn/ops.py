@@ -14,7 +14,7 @@ from . import _native, kernels, reference
 from .checks import check_gradient_tensors, check_tensors, lse_dtype
 from .forward import attention_forward
 from .layout import addressable, matrix
-from .torch_settings import deterministic_algorithms, unfilled_memory, uninitialized
+from .torch_settings import deterministic_algorithms, unfilled_memory, uninitialized, uninitialized_like
 
 # A CTA that waits this long for its turn ends the kernel with an error instead of hanging the job.
 WAIT_LIMIT_NS = 10_000_000_000
@@ -52,7 +52,7 @@ def auto_schedule(
     groups = heads_q > heads_k
     grid = _native.call_grid(seqlen_q, seqlen_k, heads_q, heads_k, head_dim, causal)
     if not causal:
-        return "shift" if _cycles_fit(grid, heads_k, groups) else "descending"
+        return "descending" if _cycles_leave_ctas_over(grid, heads_k, groups) else "shift"
     # Chains that wait in line are near each other's query tiles, which then stay in the L2 cache, in all
     # heads of a group. But the last one starts late, by a reduction for each before it: there must be enough
     # to do after that.
@@ -78,16 +78,16 @@ def auto_schedule(
     return "symmetric_shift" if fills else "shift"
 
 
-def _cycles_fit(grid: _native.TileGrid, heads_k: int, groups: bool) -> bool:
-    """Whether the cycles of shift, without a mask, are the better choice.
+def _cycles_leave_ctas_over(grid: _native.TileGrid, heads_k: int, groups: bool) -> bool:
+    """Whether chains in line, without a mask, are the better choice than the cycles of shift.
 
     A side of the L2 cache has 66 CTAs. A cycle of 34 to about 60 chains leaves the others without a whole
     cycle, and they stall. Chains in line need none, but enough work behind the line's start
     (docs/schedules.md, "auto").
     """
-    smallest, largest = 34, 56 if groups else 60
-    in_line_pays = grid.q_tiles() >= grid.kv_tiles() and heads_k >= 8
-    return not (in_line_pays and smallest <= _native.Shift(grid).resident_ctas_needed() <= largest)
+    work_behind_the_start = grid.q_tiles() >= grid.kv_tiles() and heads_k >= 8
+    cycle = _native.Shift(grid).resident_ctas_needed()
+    return work_behind_the_start and 34 <= cycle <= (56 if groups else 60)
 
 
 def _empty_forward(q: Tensor) -> tuple[Tensor, Tensor]:
@@ -151,7 +151,7 @@ def _backward_cuda(dout, q, k, v, out, lse, softmax_scale, causal, schedule, det
     with torch.cuda.device(index):
         q, k, v, out, dout = map(addressable, (q, k, v, out, dout))
         lse = lse.contiguous()
-        dq, dk, dv = (uninitialized(x.shape, x.dtype, device) for x in (q, k, v))
+        dq, dk, dv = map(uninitialized_like, (q, k, v))
         workspace = uninitialized((workspace_bytes,), torch.uint8, device)
         _native.backward(
             *map(matrix, (q, k, v, out, dout, dq, dk, dv)),

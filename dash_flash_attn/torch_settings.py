@@ -63,3 +63,13 @@ def uninitialized(shape: Sequence[int], dtype: torch.dtype, device: torch.device
     numbers = torch.Size(shape).numel()
     storage = torch.UntypedStorage(numbers * dtype.itemsize, device=device)
     return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, torch.Size(shape))
+
+
+def uninitialized_like(x: Tensor) -> Tensor:
+    """`uninitialized` with x's shape, dtype and device.
+
+    torch.empty_like takes half of torch.empty's time.
+    """
+    if fills_memory():
+        return uninitialized(x.shape, x.dtype, x.device)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)

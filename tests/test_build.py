@@ -224,12 +224,17 @@ def call_cuda():
     return ops._forward_cuda(x, x, x, 0.1, True)
 
 
-def test_hopper_without_kernels_is_told_once_what_it_costs(gpu_without_kernels, recwarn):
-    gpu_without_kernels(HOPPER)
+def told_in_three_calls(recwarn):
+    """The text of the only warning."""
     for _ in range(3):
         call_cuda()
     (warning,) = recwarn
-    text = str(warning.message)
+    return str(warning.message)
+
+
+def test_hopper_without_kernels_is_told_once_what_it_costs(gpu_without_kernels, recwarn):
+    gpu_without_kernels(HOPPER)
+    text = told_in_three_calls(recwarn)
     assert "the package was built without its kernels" in text
     assert kernels.FALLBACK_COSTS.upper() in text and "GPU of a test" in text and "DASH_STRICT=1" in text
     assert kernels.FALLBACK_COSTS in (ROOT / "README.md").read_text()
@@ -237,10 +242,7 @@ def test_hopper_without_kernels_is_told_once_what_it_costs(gpu_without_kernels, 
 
 def test_another_gpu_without_kernels_is_told_once(gpu_without_kernels, recwarn):
     gpu_without_kernels(AMPERE)
-    for _ in range(3):
-        call_cuda()
-    (warning,) = recwarn
-    text = str(warning.message)
+    text = told_in_three_calls(recwarn)
     assert "compute capability 8.0" in text and "FlashAttention-2" in text
     assert kernels.FALLBACK_COSTS.upper() not in text  # measured on a Hopper GPU
 

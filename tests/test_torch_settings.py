@@ -10,7 +10,12 @@ from torch.utils import deterministic
 
 from dash_flash_attn import ops, torch_settings
 from dash_flash_attn.layout import addressable
-from dash_flash_attn.torch_settings import deterministic_algorithms, unfilled_memory, uninitialized
+from dash_flash_attn.torch_settings import (
+    deterministic_algorithms,
+    unfilled_memory,
+    uninitialized,
+    uninitialized_like,
+)
 
 CPU = torch.device("cpu")
 
@@ -109,6 +114,9 @@ def test_memory_is_a_tensor_like_any_other(filling: bool, shape: tuple[int, ...]
     x = uninitialized(shape, dtype, CPU)
     assert (x.shape, x.dtype, x.device, x.requires_grad) == (torch.Size(shape), dtype, CPU, False)
     assert x.is_contiguous() and x.storage_offset() == 0
+    y = uninitialized_like(x.T if x.dim() == 2 else x)
+    assert (y.shape, y.dtype, y.device) == (x.T.shape if x.dim() == 2 else x.shape, dtype, CPU)
+    assert y.is_contiguous()
     assert x.untyped_storage().nbytes() == x.numel() * dtype.itemsize
     assert torch.equal(x.fill_(3), torch.full(shape, 3, dtype=dtype))
 
