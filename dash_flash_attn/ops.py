@@ -156,6 +156,7 @@ def _backward_cuda(dout, q, k, v, out, lse, softmax_scale, causal, schedule, det
         _native.backward(
             *map(matrix, (q, k, v, out, dout, dq, dk, dv)),
             lse.data_ptr(),
+            0,
             workspace.data_ptr(),
             (batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim),
             softmax_scale,

@@ -51,7 +51,7 @@ def test_a_turn_that_never_comes_ends_in_an_error(waits_at: str) -> None:
     words = workspace.view(torch.int32)[-sum(sizes.values()) :].split(list(sizes.values()))
     words[list(sizes).index({waits_at!r})].fill_(-1)
     _native.backward(
-        *map(matrix, (q, k, v, out, dout, dq, dk, dv)), lse.data_ptr(), workspace.data_ptr(), shape,
+        *map(matrix, (q, k, v, out, dout, dq, dk, dv)), lse.data_ptr(), 0, workspace.data_ptr(), shape,
         case.scale, True, "bf16", "shift", True, 0, 0, 200_000_000,
         torch.cuda.current_stream().cuda_stream, prepare=False,
     )
