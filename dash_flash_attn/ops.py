@@ -4,11 +4,7 @@ Both have a CPU implementation (reference.py), one for CUDA, a fake for tracing 
 Calling them directly is the same as calling the public functions, less the checks of options.
 """
 
-import contextlib
 import functools
-import threading
-import warnings
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -18,6 +14,7 @@ from . import _native, kernels, reference
 from .checks import check_gradient_tensors, check_tensors, lse_dtype
 from .forward import attention_forward
 from .layout import addressable, matrix
+from .torch_settings import deterministic_algorithms, unfilled_memory, uninitialized, uninitialized_like
 
 # A CTA that waits this long for its turn ends the kernel with an error instead of hanging the job.
 WAIT_LIMIT_NS = 10_000_000_000
@@ -52,10 +49,10 @@ def auto_schedule(
 
     A function of the shape of one batch entry, since the bits depend on it.
     """
-    if not causal:
-        return "shift"
     groups = heads_q > heads_k
     grid = _native.call_grid(seqlen_q, seqlen_k, heads_q, heads_k, head_dim, causal)
+    if not causal:
+        return "descending" if _cycles_leave_ctas_over(grid, heads_k, groups) else "shift"
     # Chains that wait in line are near each other's query tiles, which then stay in the L2 cache, in all
     # heads of a group. But the last one starts late, by a reduction for each before it: there must be enough
     # to do after that.
@@ -81,6 +78,18 @@ def auto_schedule(
     return "symmetric_shift" if fills else "shift"
 
 
+def _cycles_leave_ctas_over(grid: _native.TileGrid, heads_k: int, groups: bool) -> bool:
+    """Whether chains in line, without a mask, are the better choice than the cycles of shift.
+
+    A side of the L2 cache has 66 CTAs. A cycle of 34 to about 60 chains leaves the others without a whole
+    cycle, and they stall. Chains in line need none, but enough work behind the line's start
+    (docs/schedules.md, "auto").
+    """
+    work_behind_the_start = grid.q_tiles() >= grid.kv_tiles() and heads_k >= 8
+    cycle = _native.Shift(grid).resident_ctas_needed()
+    return work_behind_the_start and 34 <= cycle <= (56 if groups else 60)
+
+
 def _empty_forward(q: Tensor) -> tuple[Tensor, Tensor]:
     """No query, or no key to see."""
     batch, seqlen_q, heads_q, _ = q.shape
@@ -103,6 +112,7 @@ def _forward_cuda(q, k, v, softmax_scale, causal, schedule="auto", deterministic
     check_tensors(q, k, v)
     if q.numel() == 0 or k.numel() == 0:
         return _empty_forward(q)
+    kernels.falls_back(q.device.index)  # to be told of before anything runs, not in the first backward
     with torch.cuda.device(q.device.index):
         return attention_forward(q, k, v, softmax_scale, causal)
 
@@ -131,22 +141,22 @@ def _backward_cuda(dout, q, k, v, out, lse, softmax_scale, causal, schedule, det
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     device = q.device
     index = device.index
-    if reason := kernels.unusable(index):
-        _warn_once(reason)
+    if kernels.falls_back(index):
         return _backward_flash2(dout, q, k, v, out, lse, softmax_scale, causal, deterministic)
     if schedule == "auto":
         schedule = auto_schedule(seqlen_q, seqlen_k, heads_q, heads_k, head_dim, causal)
-    q, k, v, out, dout = map(addressable, (q, k, v, out, dout))
-    lse = lse.contiguous()
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     workspace_bytes = _native.workspace_bytes(
         batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim, causal, schedule
     )
-    workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
     with torch.cuda.device(index):
+        q, k, v, out, dout = map(addressable, (q, k, v, out, dout))
+        lse = lse.contiguous()
+        dq, dk, dv = map(uninitialized_like, (q, k, v))
+        workspace = uninitialized((workspace_bytes,), torch.uint8, device)
         _native.backward(
             *map(matrix, (q, k, v, out, dout, dq, dk, dv)),
             lse.data_ptr(),
+            0,
             workspace.data_ptr(),
             (batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim),
             softmax_scale,
@@ -169,11 +179,11 @@ def _backward_fake(dout, q, k, v, out, lse, softmax_scale, causal, schedule, det
 
 def _backward_flash2(dout, q, k, v, out, lse, softmax_scale, causal, deterministic):
     """torch's own FlashAttention-2 backward, for GPUs without our kernels."""
-    q, k, v, out, dout = map(addressable, (q, k, v, out, dout))
     # It expects +inf where a query sees no key.
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)
     unused = torch.empty(0, dtype=torch.int64, device=q.device)  # the random state of a dropout
-    with torch.cuda.device(q.device), _deterministic_algorithms(deterministic):
+    with torch.cuda.device(q.device), deterministic_algorithms(deterministic), unfilled_memory():
+        q, k, v, out, dout = map(addressable, (q, k, v, out, dout))
         gradients = torch.ops.aten._flash_attention_backward(
             dout, q, k, v, out, lse, None, None, q.shape[1], k.shape[1], 0.0, causal, unused, unused,
             scale=softmax_scale,
@@ -181,37 +191,11 @@ def _backward_flash2(dout, q, k, v, out, lse, softmax_scale, causal, determinist
         return tuple(x.contiguous() for x in gradients)
 
 
-# The setting is the process's, and autograd runs a thread for each device.
-_setting_determinism = threading.Lock()
-
-
-@contextlib.contextmanager
-def _deterministic_algorithms(enabled: bool) -> Iterator[None]:
-    """torch.use_deterministic_algorithms(enabled) for a block, and what was set before after it."""
-    with _setting_determinism:
-        before = torch.are_deterministic_algorithms_enabled()
-        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(before, warn_only=warn_only)
-
-
-@functools.cache
-def _warn_once(reason: str) -> None:
-    warnings.warn(
-        f"dash_flash_attn: {reason}; using torch's FlashAttention-2 backward, where schedule and sm_margin "
-        "have no meaning",
-        stacklevel=2,
-    )
-
-
 def _unobserved(*tensors: Tensor) -> bool:
     """Whether an operator's call can go straight to the device's kernel, since nobody else looks at it.
 
     The dispatcher would ask subclasses, modes, transforms, tracers and profilers, and then call the kernel by
-    way of C++: of a small call that is a fifth of its CPU time (docs/performance.md).
+    way of C++: of a small call that is a fifth of its CPU time (docs/experiments.md).
     """
     return (
         all(type(x) in _PLAIN for x in tensors)
@@ -256,7 +240,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _forward_autograd(q, k, v, softmax_scale, causal, schedule="auto", deterministic=True, sm_margin=0):
-    """What torch.library.register_autograd makes, but that takes 20 us longer (docs/performance.md)."""
+    """What torch.library.register_autograd makes, but that takes 20 us longer (docs/experiments.md)."""
     options = softmax_scale, causal, schedule, deterministic, sm_margin
     return _differentiable(_forward_below_autograd, q, k, v, options)
 
