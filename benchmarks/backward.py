@@ -20,6 +20,9 @@ from .harness import MATMUL, Row
 from .shapes import PAPER_SHAPES, Shape, cell_name, describe, flop, fp32_dq_bytes, inputs
 from .systems import AUTO, OURS, System, add_arguments, behind_auto, chosen, with_auto
 
+SPEED = 450
+"""TFLOP/s that an estimate of a sweep's time assumes: about what an H200 reaches."""
+
 QUICK = tuple(shape for shape in PAPER_SHAPES if shape.seqlen in (1024, 16384))
 
 
@@ -99,12 +102,27 @@ def tables_of(rows: list[Row]) -> list[tables.Table]:
     return [*tables.backward(rows), tables.headline(rows)]
 
 
+def estimate(shapes: Sequence[Shape], systems: int, rounds: int, lead_in: float, timed: float) -> float:
+    """About how many seconds a sweep takes on an H200, without what a system compiles at its first call."""
+
+    def series(ms: float) -> float:
+        # do_bench makes six calls before the lead-in, and one at least there and in what it times.
+        return 6 * ms + max(ms, lead_in) + max(ms, timed)
+
+    def cell(ms: float) -> float:
+        return 2 * systems * ms + rounds * (systems * series(ms) + series(matmul_ms))
+
+    matmul_ms = 2 * harness.MATMUL_SIZE**3 / SPEED / 1e9
+    return sum(cell(flop(shape) / SPEED / 1e9) for shape in shapes) / 1e3
+
+
 def sweep(
     command: str,
     options: argparse.Namespace,
     shapes: Sequence[Shape],
     *,
-    clock: clocks.Clock = clocks.short_median,
+    lead_in: float = clocks.LEAD_IN_MS,
+    timed: float = clocks.TIMED_MS,
     tables_of: Callable[[list[Row]], list[tables.Table]] = tables_of,
     settings: Mapping[str, Any] | None = None,
 ) -> int:
@@ -114,20 +132,30 @@ def sweep(
         command: the record's kind.
         options: of `sweep_parser`.
         shapes: what to time.
-        clock: times one call.
+        lead_in: milliseconds of calls before a series that is timed.
+        timed: milliseconds of calls that are timed in each round.
         tables_of: the rows' tables; those without rows are not printed.
         settings: more for the record.
     """
+    systems = chosen(options)
+    seconds = estimate(shapes, len(systems), options.rounds, lead_in, timed)
+    print(f"{len(shapes)} cells, {len(systems)} systems: about {seconds / 60:.1f} minutes on an H200")
+    clock = partial(clocks.short_median, lead_in=lead_in, timed=timed)
     return harness.run(
         command,
         options,
         shapes,
-        partial(measure_cell, systems=chosen(options), rounds=options.rounds, clock=clock),
+        partial(measure_cell, systems=systems, rounds=options.rounds, clock=clock),
         lambda rows: [table for table in tables_of(rows) if table.rows],
         describe=describe,
         name=cell_name,
         show=show,
-        settings={"rounds": options.rounds, **(settings or {})},
+        settings={
+            "rounds": options.rounds,
+            "lead_in_ms": lead_in,
+            "timed_ms": timed,
+            **(settings or {}),
+        },
     )
 
 

@@ -20,7 +20,6 @@ import argparse
 import itertools
 import random
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -182,16 +181,21 @@ def _same(what: str, one: object, other: object) -> None:
 
 
 def merge(options: argparse.Namespace) -> int:
-    """Merges the records of a command line, and prints their tables. 1 if a row failed."""
+    """Merges the records of a command line; prints their tables and what is missing. 1 if a row failed."""
     try:
         record = merged([harness.read_json(path) for path in options.merge])
     except (OSError, ValueError) as error:
         raise SystemExit(f"benchmarks: --merge: {error}") from None
     for table in tables.lengths(record["rows"]):
         print("\n" + table.markdown())
+    options.quick = record["form"] == "quick"
     path = harness.record_path("lengths", options)
     harness.write_json(path, record)
-    print(f"\n{len({row['cell'] for row in record['rows']})} cells; written to {path}")
+    measured = {row["cell"] for row in tables.good(record["rows"])}
+    names = map(cell_name, QUICK if options.quick else FULL)
+    if missing := [name for name in names if name not in measured]:
+        print(f"\nNot measured: --cells {','.join(missing)}")
+    print(f"\n{len(measured)} cells; written to {path}")
     return int(bool(harness.failures(record["rows"])))
 
 
@@ -238,11 +242,8 @@ def main(argv: Sequence[str]) -> int:
         "lengths",
         options,
         cells,
-        clock=partial(clocks.short_median, lead_in=lead_in, timed=timed),
+        lead_in=lead_in,
+        timed=timed,
         tables_of=tables.lengths,
-        settings={
-            "lead_in_ms": lead_in,
-            "timed_ms": timed,
-            **({"part": str(options.part)} if options.part else {}),
-        },
+        settings={"part": str(options.part)} if options.part else None,
     )

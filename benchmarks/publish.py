@@ -29,7 +29,7 @@ def measured(kind: str, found: Records) -> str:
         return f"Not measured yet. `{records.command(kind)}` on a GPU makes the record.\n"
     made = report.tables_of(kind, found[kind])
     parts = [table.markdown() for table in made if table.rows]
-    if kind in CHARTS and tables.good(found[kind]["rows"]):
+    if kind in CHARTS and report.drawable(found[kind]):
         parts.insert(0, f"![{dict(report.SECTIONS)[kind]}](../benchmarks/results/{kind}.svg)")
     return "\n\n".join([*parts, f"_{tables.provenance(found[kind])}_"]) + "\n"
 
@@ -73,7 +73,7 @@ def draw(found: Records, folder: Path) -> list[Path]:
 
     paths = []
     for kind in CHARTS:
-        if kind in found and tables.good(found[kind]["rows"]):
+        if kind in found and report.drawable(found[kind]):
             draw = {"blocks": charts.blocks, "lengths": charts.lengths}.get(kind, charts.sweep)
             figure = draw(found[kind]["rows"])
             paths.append(folder / f"{kind}.svg")

@@ -57,12 +57,18 @@ def tables_of(kind: str, record: dict[str, Any]) -> list[Table]:
     return made if isinstance(made, list) else [made]
 
 
+def drawable(record: dict[str, Any]) -> bool:
+    """Whether a record has enough rows for a chart. The quick form of `lengths` has too few for a line."""
+    few = record.get("kind") == "lengths" and record.get("form") == "quick"
+    return bool(tables.good(record["rows"])) and not few
+
+
 def charts_of(kind: str, record: dict[str, Any]) -> list[tuple[str, Any]]:
     """(title, figure) of one kind of record. ImportError without matplotlib."""
     from . import charts
 
     rows = record["rows"]
-    if not tables.good(rows):
+    if not drawable(record):
         return []
     if kind in records.SWEEPS:
         return charts.sweep_panels(rows)

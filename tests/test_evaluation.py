@@ -470,16 +470,13 @@ def test_what_is_no_part_is_refused(text, capsys):
     assert "is no I/N with 1 <= I <= N" in capsys.readouterr().err
 
 
-class Refuses:
+class Refuses(Math):
     """A peer that takes no more keys than queries."""
 
     def fwd(self, q, k, v, causal):
         if k.shape[1] > q.shape[1]:
             raise ValueError("too many keys")
-        return Math().fwd(q, k, v, causal)
-
-    def bwd(self, *arguments):
-        return Math().bwd(*arguments)
+        return super().fwd(q, k, v, causal)
 
 
 @pytest.fixture
@@ -516,7 +513,12 @@ def test_a_record_of_lengths_is_made_in_parts_and_merged(small_lengths, tmp_path
     assert [part["part"] for part in parts] == ["1/2", "2/2"] and len(parts[0]["rows"]) == 4
     # In any order.
     assert lengths.main(["--merge", str(paths[2]), str(paths[1]), "--out", str(paths[3])]) == 0
-    assert "4 cells; written to" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "4 cells; written to" in text and "Not measured" not in text
+    # One part alone says which cells are left.
+    assert lengths.main(["--merge", str(paths[1]), "--out", str(tmp_path / "some.json")]) == 0
+    left = ",".join(map(cell_name, lengths.FULL[2:]))
+    assert f"Not measured: --cells {left}\n" in capsys.readouterr().out
     whole, merged = (json.loads(paths[i].read_text()) for i in (0, 3))
     assert "part" not in merged and merged.keys() == whole.keys()
     for key in ("kind", "form", "rounds", "lead_in_ms", "timed_ms", "rows"):
@@ -525,10 +527,36 @@ def test_a_record_of_lengths_is_made_in_parts_and_merged(small_lengths, tmp_path
     assert merged["seconds"] == pytest.approx(sum(part["seconds"] for part in parts), abs=0.06)
 
 
-def test_the_quick_lengths_have_the_clock_of_the_sweep(small_lengths, tmp_path):
+def test_the_quick_lengths_have_the_clock_of_the_sweep(small_lengths, tmp_path, monkeypatch):
     assert lengths.main(["--quick", "--rounds", "2", "--out", str(tmp_path / "x.json")]) == 0
     assert small_lengths == [(clocks.LEAD_IN_MS, clocks.TIMED_MS)] * 6
     assert json.loads((tmp_path / "x.json").read_text())["lead_in_ms"] == clocks.LEAD_IN_MS
+    # Its merged parts are no full record.
+    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results")
+    assert lengths.main(["--merge", str(tmp_path / "x.json")]) == 0
+    assert [path.name for path in (tmp_path / "results").iterdir()] == ["lengths_quick.json"]
+
+
+def test_a_sweep_says_how_long_it_takes(small_lengths, tmp_path, capsys):
+    """Each of a round's series lasts at least its lead-in and what is timed; long calls need more."""
+    assert lengths.main(["--out", str(tmp_path / "x.json")]) == 0
+    matmul = 2 * harness.MATMUL_SIZE**3 / backward.SPEED / 1e9
+    at_least = 4 * lengths.ROUNDS * (3 * (lengths.LEAD_IN_MS + lengths.TIMED_MS) + 6 * matmul) / 1e3
+    assert f"4 cells, 2 systems: about {at_least / 60:.1f} minutes" in capsys.readouterr().out
+    assert backward.estimate(lengths.FULL, 2, lengths.ROUNDS, 40, 12) == pytest.approx(at_least, rel=0.01)
+    # A call of 450 TFLOP for one second, beside which the lead-in is nothing: 8 in each of 2 rounds, 2 before.
+    second = Shape(128, False, 1 << 19, 1, 1, 1)
+    seconds = flop(second) / 450e12
+    matmul = 2 * (6 * matmul + 2) / 1e3
+    assert backward.estimate([second], 3, 2, 1, 1) == pytest.approx(
+        3 * (2 + 2 * 8) * seconds + matmul, rel=0.01
+    )
+
+
+def test_all_cells_with_four_peers_are_ten_minutes():
+    """Longer than that no command may take where the records are made."""
+    seconds = backward.estimate(lengths.FULL, 6, lengths.ROUNDS, lengths.LEAD_IN_MS, lengths.TIMED_MS)
+    assert 240 < seconds < 480
 
 
 def test_a_peer_that_refuses_a_shape_has_errors_there(small_lengths, tmp_path, capsys):
