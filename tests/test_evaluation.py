@@ -544,19 +544,15 @@ def test_a_sweep_says_how_long_it_takes(small_lengths, tmp_path, capsys):
     at_least = 4 * lengths.ROUNDS * (3 * (lengths.LEAD_IN_MS + lengths.TIMED_MS) + 6 * matmul) / 1e3
     assert f"4 cells, 2 systems: about {at_least / 60:.1f} minutes" in capsys.readouterr().out
     assert backward.estimate(lengths.FULL, 2, lengths.ROUNDS, 40, 12) == pytest.approx(at_least, rel=0.01)
-    # A call of 450 TFLOP for one second, beside which the lead-in is nothing: 8 in each of 2 rounds, 2 before.
-    second = Shape(128, False, 1 << 19, 1, 1, 1)
-    seconds = flop(second) / 450e12
-    matmul = 2 * (6 * matmul + 2) / 1e3
-    assert backward.estimate([second], 3, 2, 1, 1) == pytest.approx(
-        3 * (2 + 2 * 8) * seconds + matmul, rel=0.01
-    )
+    # Beside so long a call the lead-in is nothing: 8 calls in each of 2 rounds, and 2 before.
+    long = Shape(128, False, 1 << 19, 1, 1, 1)
+    seconds = 3 * (2 + 2 * 8) * flop(long) / backward.SPEED / 1e12
+    assert backward.estimate([long], 3, 2, 1, 1) == pytest.approx(seconds, rel=0.01)
 
 
-def test_all_cells_with_four_peers_are_ten_minutes():
-    """Longer than that no command may take where the records are made."""
+def test_all_cells_with_four_peers_fit_into_ten_minutes():
     seconds = backward.estimate(lengths.FULL, 6, lengths.ROUNDS, lengths.LEAD_IN_MS, lengths.TIMED_MS)
-    assert 240 < seconds < 480
+    assert seconds < 480  # the rest is for inputs and first calls
 
 
 def test_a_peer_that_refuses_a_shape_has_errors_there(small_lengths, tmp_path, capsys):
@@ -1588,6 +1584,23 @@ def test_publish_overwrites_nothing_where_it_has_nothing(tmp_path, capsys):
         assert error.count("\n") == 1 and why in error
     assert document.read_text() == text and not page.exists()
     assert sorted(results.iterdir()) == before and not list(empty.iterdir())
+
+
+@pytest.mark.parametrize("form", ["full", "quick"])
+def test_publish_shows_the_lengths(form, tmp_path):
+    """The full form with a chart; the quick one without: it has a cell or two a line."""
+    results, document = tmp_path / "results", tmp_path / "page.md"
+    names = ("targets", "lengths")
+    document.write_text("".join(f"<!-- measured: {name} -->\n<!-- /measured -->\n" for name in names))
+    rows = record_of_lengths()["rows"] if form == "full" else other_lengths()
+    harness.write_json(results / "lengths.json", part_record(rows) | {"form": form})
+    arguments = ["--results", str(results), "--document", str(document), "--report", str(tmp_path / "r.html")]
+    assert publish.main(arguments) == 0
+    text, page = document.read_text(), (tmp_path / "r.html").read_text()
+    assert "| unordered | 0.99 in every cell |" in text and "| all | " in text
+    assert (results / "lengths.svg").exists() == (form == "full")
+    assert ("![Every length](../benchmarks/results/lengths.svg)" in text) == (form == "full")
+    assert page.count("<img") == (4 if form == "full" else 0)
 
 
 def test_publish_writes_charts_document_and_report(tmp_path, capsys):
