@@ -25,6 +25,8 @@ def command(kind: str) -> str:
     if kind == "backward_fa2":
         out = (harness.RESULTS / f"{kind}.json").relative_to(harness.ROOT)
         arguments = f"backward --schedules auto --peers fa2 --out {out}"
+    if kind == "lengths":  # its targets are about others
+        arguments = "lengths --peers fa3,fa4 --peers-path FILE"
     return f"python -m benchmarks {arguments}"
 
 
