@@ -3,7 +3,7 @@
 setup.py calls it. It also runs alone, which is the quick way while working on a kernel:
 
     python csrc/build_kernels.py                                    # into dash_flash_attn/lib
-    ninja -f build/kernels/build.ninja build/kernels/bf16_d128_shift.o   # after that: one instance
+    ninja -f build/kernels/build.ninja build/kernels/bf16_d128_rotating.o   # after that: one instance
 
 It needs nvcc, ninja and the CUTLASS headers, and neither torch nor setuptools. Everything is kept in
 build/kernels, so that a second call compiles only what changed. Environment variables:
@@ -72,7 +72,9 @@ class Instance(NamedTuple):
 INSTANCES = [
     Instance(*values)
     for values in itertools.product(
-        ("bf16", "fp16"), (64, 128), ("Naive", "Descending", "Shift", "SymmetricShift")
+        ("bf16", "fp16"),
+        (64, 128),
+        ("Naive", "Descending", "Rotating", "Climbing", "OppositeHeads", "SymmetricShift"),
     )
 ]
 

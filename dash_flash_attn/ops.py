@@ -52,7 +52,7 @@ def auto_schedule(
     groups = heads_q > heads_k
     grid = _native.call_grid(seqlen_q, seqlen_k, heads_q, heads_k, head_dim, causal)
     if not causal:
-        return "descending" if _cycles_leave_ctas_over(grid, heads_k, groups) else "shift"
+        return "shift"
     # Chains that wait in line are near each other's query tiles, which then stay in the L2 cache, in all
     # heads of a group. But the last one starts late, by a reduction for each before it: there must be enough
     # to do after that.
@@ -64,7 +64,7 @@ def auto_schedule(
     if seqlen_q != seqlen_k:
         return "symmetric_shift"
     # In a square, heads of a pair that go opposite ways never wait, and do not mind how many they are.
-    if _native.Shift(grid).ways == 2:
+    if _native.policy("shift", grid).ways == 2:
         return "shift"
     # At head dimension 64 chains of shift are one query tile apart, in which groups lose less.
     if head_dim == 64:
@@ -76,18 +76,6 @@ def auto_schedule(
     steps = max(parts) * grid.q_tiles()
     fills = _native.SymmetricShift(grid).fills() and 8 * len(parts) <= steps
     return "symmetric_shift" if fills else "shift"
-
-
-def _cycles_leave_ctas_over(grid: _native.TileGrid, heads_k: int, groups: bool) -> bool:
-    """Whether chains in line, without a mask, are the better choice than the cycles of shift.
-
-    A side of the L2 cache has 66 CTAs. A cycle of 34 to about 60 chains leaves the others without a whole
-    cycle, and they stall. Chains in line need none, but enough work behind the line's start
-    (docs/schedules.md, "auto").
-    """
-    work_behind_the_start = grid.q_tiles() >= grid.kv_tiles() and heads_k >= 8
-    cycle = _native.Shift(grid).resident_ctas_needed()
-    return work_behind_the_start and 34 <= cycle <= (56 if groups else 60)
 
 
 def _empty_forward(q: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,13 +19,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from . import _native
 
-_POLICIES = {
-    policy.name: policy
-    for policy in (_native.Naive, _native.Descending, _native.Shift, _native.SymmetricShift)
-}
-
-SCHEDULES: tuple[str, ...] = tuple(_POLICIES)
-"""The names of the schedules: naive, descending, shift, symmetric_shift."""
+SCHEDULES: tuple[str, ...] = ("naive", "descending", "shift", "symmetric_shift")
+"""The names of the schedules. Which policy one stands for depends on the shape, see `make_policy`."""
 
 H200_SMS = 132
 
@@ -36,14 +31,20 @@ def schedule_name(name: str) -> str:
     Raises ValueError for an unknown name.
     """
     found = name.lower().replace("-", "_")
-    if found not in _POLICIES:
+    if found not in SCHEDULES:
         raise ValueError(f"schedule {name!r} is none of {', '.join(SCHEDULES)}")
     return found
 
 
 def make_policy(name: str, grid: _native.TileGrid) -> _native.Policy:
-    """The native policy `name` for one head's tiles. Raises ValueError for an unknown name."""
-    return _POLICIES[schedule_name(name)](grid)
+    """The native policy that a name stands for, for one head's tiles (csrc/schedule/policy.h).
+
+    Without a mask both shifts are Rotating. Under a causal mask on a square, shift is OppositeHeads or
+    Climbing; otherwise both are SymmetricShift.
+
+    Raises ValueError for an unknown name.
+    """
+    return _native.policy(schedule_name(name), grid)
 
 
 def waits_in_line(name: str) -> bool:
@@ -51,7 +52,7 @@ def waits_in_line(name: str) -> bool:
 
     Raises ValueError for an unknown name.
     """
-    return _POLICIES[schedule_name(name)].waits_in_line
+    return schedule_name(name) in ("naive", "descending")
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ class Schedule:
         paired_heads: heads come in pairs, an even number of them a batch entry, each with its own K and V.
             In the causal shift on a square they go different ways at head dimension 64, and at 128 up to 8
             KV tiles.
+        heads_k: KV heads of a batch entry. Without a mask, in the shifts: where there are many of them,
+            some KV tiles of a head wait in line, and the others rotate in smaller groups.
 
     Raises ValueError for an unknown name or a size that is not positive.
     """
@@ -76,13 +79,16 @@ class Schedule:
     head_dim: int
     causal: bool = False
     paired_heads: bool = False
+    heads_k: int = 1
     policy: _native.Policy = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Normalises the name, and makes the policy."""
         object.__setattr__(self, "name", schedule_name(self.name))
         q_rows, kv_rows = _native.tile_shape(self.head_dim)
-        grid = _native.TileGrid(self.seqlen_q, self.seqlen_k, q_rows, kv_rows, self.causal, self.paired_heads)
+        grid = _native.TileGrid(
+            self.seqlen_q, self.seqlen_k, q_rows, kv_rows, self.causal, self.paired_heads, self.heads_k
+        )
         object.__setattr__(self, "policy", make_policy(self.name, grid))
 
     @property
@@ -354,7 +360,8 @@ def plan(
         num_q_tiles * q_rows, num_kv_tiles * kv_rows, q_rows, kv_rows, causal,
         _native.heads_in_pairs(num_heads * group, num_heads),
     )  # fmt: skip
-    return _write_out(make_policy(schedule, grid), [group] * num_heads, heads_per_block=heads_per_block)
+    policy = make_policy(schedule, grid)
+    return _write_out(schedule, policy, [group] * num_heads, heads_per_block=heads_per_block)
 
 
 def plan_call(
@@ -383,13 +390,14 @@ def plan_call(
         raise ValueError(f"sm_margin is {sm_margin} and not in 0..{num_sms - 1}, of {num_sms} SMs")
     policy = make_policy(schedule, _native.call_grid(seqlen_q, seqlen_k, heads_q, heads_k, head_dim, causal))
     parts = _native.part_sizes(heads_q, heads_k, policy.grid, head_dim, policy.waits_in_line)
-    needed = policy.resident_ctas_needed()
-    sides = _native.l2_sides(batch, heads_k, len(parts), policy.grid, policy.ways, needed, num_sms, sm_margin)
+    sides = policy.l2_sides(batch, heads_k, len(parts), num_sms, sm_margin)
     policy = make_policy(schedule, policy.grid.on_sides(sides, num_sms - sm_margin))
-    return _write_out(policy, parts * (batch * heads_k))
+    return _write_out(schedule, policy, parts * (batch * heads_k))
 
 
-def _write_out(policy: _native.Policy, parts: Sequence[int], *, heads_per_block: int | None = None) -> Plan:
+def _write_out(
+    schedule: str, policy: _native.Policy, parts: Sequence[int], *, heads_per_block: int | None = None
+) -> Plan:
     """`parts`: how many query heads the chains of each head walk."""
     num_heads, kv_tiles, ways = len(parts), policy.grid.kv_tiles(), policy.ways
     sides = 1 + policy.grid.two_sides
@@ -402,7 +410,7 @@ def _write_out(policy: _native.Policy, parts: Sequence[int], *, heads_per_block:
     cycle = np.empty(kv_tiles, np.int32)
     cycle[policy.chain_table(1)[:, 1]] = [policy.cycle_end(claim, 1) for claim in range(kv_tiles)]
     return Plan(
-        policy.name, policy.grid, np.cumsum([0, *parts], dtype=np.int32), chain_table,
+        schedule_name(schedule), policy.grid, np.cumsum([0, *parts], dtype=np.int32), chain_table,
         np.arange(num_heads, dtype=np.int32) % ways,
         np.stack([policy.visit_table(w) for w in range(ways)]),
         np.stack([policy.rank_table(w) for w in range(ways)]),

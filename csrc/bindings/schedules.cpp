@@ -10,6 +10,7 @@
 #include "bindings.h"
 #include "completion.h"
 #include "core/l2_sides.h"
+#include "names.h"
 #include "schedule/policy.h"
 
 namespace py = pybind11;
@@ -34,24 +35,27 @@ int checked_positive(int value, char const* what) {
     return value;
 }
 
-TileGrid make_grid(int seqlen_q, int seqlen_k, int q_rows, int kv_rows, bool causal, bool paired) {
+TileGrid make_grid(int seqlen_q, int seqlen_k, int q_rows, int kv_rows, bool causal, bool paired, int heads_k) {
     return {checked_positive(seqlen_q, "seqlen_q"),
             checked_positive(seqlen_k, "seqlen_k"),
             checked_positive(q_rows, "q_rows"),
             checked_positive(kv_rows, "kv_rows"),
             causal,
-            paired};
+            paired,
+            checked_positive(heads_k, "heads_k")};
 }
 
 void bind_grid(py::module_& m) {
     py::class_<TileGrid>(m, "TileGrid")
-        .def(py::init(&make_grid), "seqlen_q"_a, "seqlen_k"_a, "q_rows"_a, "kv_rows"_a, "causal"_a, "paired"_a = false)
+        .def(py::init(&make_grid), "seqlen_q"_a, "seqlen_k"_a, "q_rows"_a, "kv_rows"_a, "causal"_a, "paired"_a = false,
+             "heads_k"_a = 1)
         .def_readonly("seqlen_q", &TileGrid::seqlen_q)
         .def_readonly("seqlen_k", &TileGrid::seqlen_k)
         .def_readonly("q_rows", &TileGrid::q_rows)
         .def_readonly("kv_rows", &TileGrid::kv_rows)
         .def_readonly("causal", &TileGrid::causal)
         .def_readonly("paired", &TileGrid::paired)
+        .def_readonly("heads_k", &TileGrid::heads_k)
         .def_readonly("two_sides", &TileGrid::two_sides)
         .def_readonly("ctas_an_order", &TileGrid::ctas_an_order)
         .def(
@@ -193,6 +197,16 @@ py::class_<Policy> bind_policy(py::module_& m, char const* class_name) {
         .def(
             "slot", [=](Policy const& p, int kv) { return p.slot(kv_checked(p, kv)); }, "kv_tile"_a)
         .def("resident_ctas_needed", &Policy::resident_ctas_needed)
+        .def(
+            "idle_ctas", [](Policy const& p, int ctas) { return p.idle_ctas(checked_positive(ctas, "ctas")); },
+            "ctas"_a)
+        .def(
+            "l2_sides",
+            [](Policy const& p, int batch, int heads_k, int parts, int sms, int sm_margin) {
+                return l2_sides(int64_t(batch) * heads_k, parts, p, p.resident_ctas_needed(),
+                                ctas_a_side(sms, sm_margin));
+            },
+            "batch"_a, "heads_k"_a, "parts"_a, "sms"_a, "sm_margin"_a = 0)
         .def("visit_table", &visit_table<Policy>, "way"_a = 0)
         .def("rank_table", &rank_table<Policy>, "way"_a = 0)
         .def("chain_table", &chain_table<Policy>, "heads"_a)
@@ -231,11 +245,22 @@ void bind_schedules(py::module_& m) {
     m.def("heads_in_pairs", &schedule::heads_in_pairs, "heads_q"_a, "heads_k"_a);
     bind_policy<schedule::Naive>(m, "Naive");
     bind_policy<schedule::Descending>(m, "Descending");
-    bind_policy<schedule::Shift>(m, "Shift");
+    bind_policy<schedule::Rotating>(m, "Rotating")
+        .def_property_readonly("in_line", [](schedule::Rotating const& p) { return p.order.in_line; })
+        .def_property_readonly("group_size", [](schedule::Rotating const& p) { return p.order.cycle.group_size; });
+    bind_policy<schedule::Climbing>(m, "Climbing");
+    bind_policy<schedule::OppositeHeads>(m, "OppositeHeads");
     bind_policy<schedule::SymmetricShift>(m, "SymmetricShift")
         .def("folds", &schedule::SymmetricShift::folds)
         .def("heads_that_fit", &schedule::SymmetricShift::heads_that_fit)
         .def("fills", &schedule::SymmetricShift::fills);
+    m.def(
+        "policy",
+        [](std::string const& name, TileGrid const& grid) {
+            return schedule::with_policy(parse<ScheduleId>(name, kSchedules, "schedule"), grid,
+                                         [](auto const& policy) { return py::cast(policy); });
+        },
+        "schedule"_a, "grid"_a);
 }
 
 }  // namespace dash::bindings

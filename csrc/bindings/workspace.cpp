@@ -69,11 +69,6 @@ schedule::TileGrid call_grid(int seqlen_q, int seqlen_k, int heads_q, int heads_
     return tile_grid(p);
 }
 
-int sides(int batch, int heads_k, int parts, schedule::TileGrid const& grid, int ways, int cycle_ctas, int sms,
-          int sm_margin) {
-    return l2_sides(int64_t(batch) * heads_k, parts, grid, ways, cycle_ctas, ctas_a_side(sms, sm_margin));
-}
-
 int64_t workspace_bytes(int batch, int seqlen_q, int seqlen_k, int heads_q, int heads_k, int head_dim, bool causal,
                         std::string const& schedule) {
     check_head_dim(head_dim);
@@ -89,8 +84,6 @@ void bind_workspace(py::module_& m) {
     m.def("tile_shape", &tile_shape_of, "head_dim"_a);
     m.def("call_grid", &call_grid, "seqlen_q"_a, "seqlen_k"_a, "heads_q"_a, "heads_k"_a, "head_dim"_a, "causal"_a);
     m.def("part_sizes", &part_sizes, "heads_q"_a, "heads_k"_a, "grid"_a, "head_dim"_a, "waits_in_line"_a);
-    m.def("l2_sides", &sides, "batch"_a, "heads_k"_a, "parts"_a, "grid"_a, "ways"_a, "cycle_ctas"_a, "sms"_a,
-          "sm_margin"_a = 0);
     m.def("side_1_opens", &side_1_opens, "cycle_ctas"_a, "ctas_on_0"_a, "ctas_on_1"_a);
     m.def("workspace_bytes", &workspace_bytes, "batch"_a, "seqlen_q"_a, "seqlen_k"_a, "heads_q"_a, "heads_k"_a,
           "head_dim"_a, "causal"_a, "schedule"_a);

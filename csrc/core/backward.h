@@ -3,13 +3,14 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "../schedule/schedule_id.h"
+
 // The whole interface between the kernels and their callers: plain structs and C functions, so that the
 // kernel library depends on neither torch nor a Python version.
 
 namespace dash {
 
 enum class Element : int32_t { bf16 = 0, fp16 = 1 };
-enum class ScheduleId : int32_t { naive = 0, descending = 1, shift = 2, symmetric_shift = 3 };
 
 constexpr int64_t kWorkspaceAlignment = 256;
 

@@ -36,13 +36,16 @@ constexpr int kMostPages = 2048;
 
 // On how many sides a call of so many KV heads, each cut into parts, runs. On one if the heads do not fall into halves
 // (of pairs, where a schedule sends the heads of a pair different ways), if there are too few chains to be worth a
-// measurement, or if a side might not have the CTAs that a cycle of chains needs at a time.
-inline int l2_sides(int64_t heads, int parts, schedule::TileGrid const& grid, int ways, int cycle_ctas,
-                    int ctas_a_side) {
-    int64_t const chains = heads * parts * grid.kv_tiles();
-    bool const halves = heads % (2 * ways) == 0;
-    bool const worth_it = grid.kv_tiles() > 1 && chains >= 3 * schedule::kChainsThatFillAChip;
-    return halves && worth_it && cycle_ctas <= ctas_a_side ? 2 : 1;
+// measurement, if a side might not have the CTAs that a cycle of chains needs at a time, or if cycles would leave more
+// than a fifth of a side idle and less of both sides together.
+template <class Policy>
+int l2_sides(int64_t heads, int parts, Policy const& policy, int cycle_ctas, int ctas_a_side) {
+    int const kv_tiles = policy.grid.kv_tiles();
+    bool const halves = heads % (2 * policy.ways()) == 0;
+    bool const worth_it = kv_tiles > 1 && heads * parts * kv_tiles >= 3 * schedule::kChainsThatFillAChip;
+    if (!halves || !worth_it || cycle_ctas > ctas_a_side) return 1;
+    int const idle = policy.idle_ctas(ctas_a_side);
+    return 5 * idle > ctas_a_side && policy.idle_ctas(2 * ctas_a_side) < 2 * idle ? 1 : 2;
 }
 
 // How many CTAs each side should have at the least: if it has half of the SMs, and those that are left to others are
@@ -52,7 +55,7 @@ inline int ctas_a_side(int sms, int sm_margin) { return sms / 2 - sm_margin; }
 // The grid as the orders of issue, one or two, are made from it.
 inline schedule::TileGrid issued_on(int sides, int ctas, schedule::TileGrid grid) {
     grid.two_sides = sides > 1;
-    grid.ctas_an_order = schedule::min_of(ctas / sides, schedule::chains_that_fill(grid));
+    grid.ctas_an_order = ctas / sides;
     return grid;
 }
 

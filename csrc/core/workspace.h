@@ -43,20 +43,16 @@ inline GroupParts group_parts(int heads_q, int heads_k, schedule::TileGrid const
     return parts;
 }
 
-inline bool waits_in_line(ScheduleId id) {
-    constexpr bool kWaitsInLine[] = {schedule::Naive::kWaitsInLine, schedule::Descending::kWaitsInLine,
-                                     schedule::Shift::kWaitsInLine, schedule::SymmetricShift::kWaitsInLine};
-    return kWaitsInLine[int(id)];
-}
-
 inline GroupParts group_parts(BackwardParams const& p, schedule::TileGrid const& grid) {
-    return group_parts(p.heads_q, p.heads_k, grid, p.head_dim, waits_in_line(p.schedule));
+    bool const waits_in_line = schedule::with_policy(p.schedule, grid, [](auto const& q) { return q.kWaitsInLine; });
+    return group_parts(p.heads_q, p.heads_k, grid, p.head_dim, waits_in_line);
 }
 
 inline schedule::TileGrid tile_grid(BackwardParams const& p) {
     TileShape const shape = tile_shape(p.head_dim);
     return {p.seqlen_q,    p.seqlen_k,    shape.q_rows,
-            shape.kv_rows, p.causal != 0, schedule::heads_in_pairs(p.heads_q, p.heads_k)};
+            shape.kv_rows, p.causal != 0, schedule::heads_in_pairs(p.heads_q, p.heads_k),
+            p.heads_k};
 }
 
 // One allocation, cut into eight. The fp32 sums are tiles in an order that suits the kernel; nobody else

@@ -19,18 +19,10 @@ namespace {
 using Launcher = cudaError_t (*)(KernelArguments const&, int, cudaStream_t);
 
 template <class Element, int kHeadDim>
-Launcher launcher_for(ScheduleId schedule) {
-    switch (schedule) {
-        case ScheduleId::naive:
-            return launch_backward<Element, kHeadDim, schedule::Naive>;
-        case ScheduleId::descending:
-            return launch_backward<Element, kHeadDim, schedule::Descending>;
-        case ScheduleId::shift:
-            return launch_backward<Element, kHeadDim, schedule::Shift>;
-        case ScheduleId::symmetric_shift:
-            return launch_backward<Element, kHeadDim, schedule::SymmetricShift>;
-    }
-    throw std::invalid_argument("schedule: unknown number " + std::to_string(int(schedule)));
+Launcher launcher_for(ScheduleId schedule, schedule::TileGrid const& grid) {
+    return schedule::with_policy(schedule, grid, [](auto const& policy) -> Launcher {
+        return launch_backward<Element, kHeadDim, std::decay_t<decltype(policy)>>;
+    });
 }
 
 // Calls `f(element, head_dim)` with values whose types say which they are.
@@ -44,26 +36,10 @@ auto with_types(BackwardParams const& p, F&& f) {
     return p.element == Element::bf16 ? with_dim(bf16{}) : with_dim(fp16{});
 }
 
-// Calls `f(policy)`.
-template <class F>
-int with_policy(ScheduleId schedule, schedule::TileGrid const& grid, F&& f) {
-    switch (schedule) {
-        case ScheduleId::naive:
-            return f(schedule::Naive(grid));
-        case ScheduleId::descending:
-            return f(schedule::Descending(grid));
-        case ScheduleId::shift:
-            return f(schedule::Shift(grid));
-        case ScheduleId::symmetric_shift:
-            return f(schedule::SymmetricShift(grid));
-    }
-    return 1;
-}
-
 // How many CTAs must run at the same time: those of a cycle, if sums have an order.
 int cycle_ctas(BackwardParams const& p, schedule::TileGrid const& grid) {
     if (!p.ordered) return 1;
-    return with_policy(p.schedule, grid, [](auto const& policy) { return policy.resident_ctas_needed(); });
+    return schedule::with_policy(p.schedule, grid, [](auto const& policy) { return policy.resident_ctas_needed(); });
 }
 
 // Runs `f`; what it throws becomes a message and a return code.
@@ -133,10 +109,10 @@ StuckSlot* stuck_slot(int device) {
 
 // Returns how many CTAs can be resident. What can be refused is refused here, before the first launch.
 int validate(BackwardParams const& p) {
-    with_types(p, [&](auto element, auto head_dim) {
-        return launcher_for<decltype(element), head_dim>(p.schedule) != nullptr;
-    });
     schedule::TileGrid const grid = tile_grid(p);
+    with_types(p, [&](auto element, auto head_dim) {
+        return launcher_for<decltype(element), head_dim>(p.schedule, grid) != nullptr;
+    });
     int64_t const chains = int64_t(p.batch) * p.heads_q * grid.kv_tiles();
     if (chains >= int64_t(1) << 30)
         throw std::invalid_argument("batch * heads * KV tiles: " + std::to_string(chains) + " is 2^30 or more");
@@ -183,9 +159,10 @@ struct WorkspacePointers {
 
 int sides_of(BackwardParams const& p, schedule::TileGrid const& grid, int resident) {
     int const sms = multiprocessors(p.device);
-    int const ways = with_policy(p.schedule, grid, [](auto const& policy) { return policy.ways(); });
-    return l2_sides(int64_t(p.batch) * p.heads_k, group_parts(p, grid).count, grid, ways, cycle_ctas(p, grid),
-                    ctas_a_side(sms, sms - resident));
+    int const a_side = ctas_a_side(sms, sms - resident), parts = group_parts(p, grid).count;
+    return schedule::with_policy(p.schedule, grid, [&](auto const& policy) {
+        return l2_sides(int64_t(p.batch) * p.heads_k, parts, policy, cycle_ctas(p, grid), a_side);
+    });
 }
 
 int prepare(BackwardParams const& p) {
@@ -289,8 +266,9 @@ int run(BackwardParams const& p) {
     args.dq = p.dq;
     args.dk = p.dk;
 
-    Launcher const launch = with_types(
-        p, [&](auto element, auto head_dim) { return launcher_for<decltype(element), head_dim>(p.schedule); });
+    Launcher const launch = with_types(p, [&](auto element, auto head_dim) {
+        return launcher_for<decltype(element), head_dim>(p.schedule, args.grid);
+    });
     int const ctas = schedule::min_of(resident, sides * args.chains);
     check(launch(args, ctas, static_cast<cudaStream_t>(p.stream)), "launch of the backward kernel");
     return 0;

@@ -33,28 +33,31 @@ struct CyclicGroups {
     int group_size;
     int log_apart;  // neighbours start 1, 2 or 4 tiles apart: farther, the L2 cache would not hold what is in between
 
-    DASH_HD CyclicGroups(int members_, int origin_, int span_) : members(members_), origin(origin_), span(span_) {
-        int const groups = max_of(1, ceil_div(members, max_of(1, min_of(kMaxCyclicGroup, span))));
-        group_size = max_of(1, ceil_div(members, groups));
-        log_apart = 4 * group_size <= span ? 2 : 2 * group_size <= span ? 1 : 0;
-    }
+    DASH_HD CyclicGroups(int members_, int origin_, int span_, int group_size_)
+        : members(members_),
+          origin(origin_),
+          span(span_),
+          group_size(group_size_),
+          log_apart(4 * group_size <= span   ? 2
+                    : 2 * group_size <= span ? 1
+                                             : 0) {}
 
-    // Asked for at every step, where groups are fewer than a division takes instructions.
-    DASH_HD int group_begin(int member) const {
-        int begin = 0;
-        while (begin + group_size <= member) begin += group_size;
-        return begin;
-    }
+    DASH_HD CyclicGroups(int members_, int origin_, int span_)
+        : CyclicGroups(members_, origin_, span_, even_size(members_, span_)) {}
+
+    DASH_HD int groups() const { return ceil_div(members, group_size); }
+    // The place of a member in its group.
+    DASH_HD int place(int member) const { return divide(member, group_size).rest; }
+    DASH_HD int group_begin(int member) const { return member - place(member); }
     DASH_HD int size_at(int begin) const { return min_of(group_size, members - begin); }
 
     // The query tile where a member's cycle starts.
-    DASH_HD int start(int member) const { return origin + ((member - group_begin(member)) << log_apart); }
+    DASH_HD int start(int member) const { return origin + (place(member) << log_apart); }
 
     // The place of `member` in the order of `q_tile`, of which only the members [0, visible) take part.
     DASH_HD int rank(int member, int q_tile, int visible) const {
-        int const begin = group_begin(member);
+        int const place = this->place(member), begin = member - place;
         int const size = size_at(begin);
-        int const place = member - begin;
         int const top = min_of(visible - begin, size) - 1;
         int const head = min_of((q_tile - origin) >> log_apart, top);  // the last place that starts at or below q_tile
         return begin + (place <= head ? head - place : head + 1 + top - place);
@@ -74,6 +77,12 @@ struct CyclicGroups {
         Chain const c = chain(claim, heads_in_block);
         int const begin = group_begin(c.kv_tile);
         return begin * heads_in_block + (c.head + 1) * size_at(begin);
+    }
+
+  private:
+    DASH_HD static int even_size(int members, int span) {
+        int const groups = max_of(1, ceil_div(members, max_of(1, min_of(kMaxCyclicGroup, span))));
+        return max_of(1, ceil_div(members, groups));
     }
 };
 

@@ -28,6 +28,7 @@ struct Naive {
     DASH_HD int cycle_end(int claim, int /*heads*/) const { return claim + 1; }
     DASH_HD int slot(int kv_tile) const { return kv_tile; }
     DASH_HD int resident_ctas_needed() const { return 1; }
+    DASH_HD int idle_ctas(int /*ctas*/) const { return 0; }
 };
 
 }  // namespace dash::schedule

@@ -16,8 +16,7 @@ namespace dash::schedule {
 //   from H on     R       |   \  U                 from the last query tile through U.
 //
 // KV k is long where KV n-1-k is short, so a CTA that takes one of each does the same work as all
-// others, and at every moment all CTAs are at different query tiles. Without a mask R is everything and
-// this is the plain shift.
+// others, and at every moment all CTAs are at different query tiles.
 //
 // Ranks: before H the highest visible KV tile of a group first, since it ends its part of R at the same
 // time as the others but starts T the furthest on; from H on the rotation's order, then KV h, h+1, ...
@@ -33,10 +32,8 @@ struct SymmetricShift {
 
     DASH_HD explicit SymmetricShift(TileGrid const& g)
         : grid(g),
-          lower(g.causal ? ceil_div(g.kv_tiles(), 2) : g.kv_tiles()),
-          corner(!g.causal              ? 0
-                 : lower < g.kv_tiles() ? g.first_query(lower)
-                                        : g.q_tiles()),
+          lower(ceil_div(g.kv_tiles(), 2)),
+          corner(lower < g.kv_tiles() ? g.first_query(lower) : g.q_tiles()),
           cycle(lower, corner, g.q_tiles() - corner) {}
 
     DASH_HD int ways() const { return 1; }
@@ -78,22 +75,23 @@ struct SymmetricShift {
         return stretch.first_claim + cycle.cycle_end(claim - stretch.first_claim, stretch.heads);
     }
     // Whether chains that rotate end one after the other, as they began to climb, so that those that descend follow
-    // them in step. Without a mask, or with many more keys than queries, they end at the same time.
-    DASH_HD bool folds() const { return grid.causal && corner > 0; }
+    // them in step. With many more keys than queries they end at the same time.
+    DASH_HD bool folds() const { return corner > 0; }
     // Then a block has as many heads as have first cycles that fit on the CTAs, at least one, so that as far as may be
     // no cycle waits for a part of its CTAs, and the least is in use at a time.
-    DASH_HD int heads_that_fit() const { return max_of(1, quotient(grid.ctas_an_order, cycle.group_size)); }
+    DASH_HD int heads_that_fit() const {
+        return max_of(1, quotient(min_of(grid.ctas_an_order, chains_that_fill(grid)), cycle.group_size));
+    }
     // Whether these cycles take a full chip, or one side of it, and are all of the rotating chains.
     DASH_HD bool fills() const {
         return folds() && lower == cycle.group_size && heads_that_fit() * lower == chains_that_fill(grid);
     }
     // If heads are left over, the last two blocks are one with them. What does not fold is in blocks of three chips'
-    // or sides' worth of first cycles, without a mask those of shift.
+    // or sides' worth of first cycles.
     DASH_HD FoldedBlocks blocks(int heads) const {
         int const upper = grid.kv_tiles() - lower;
         if (!folds()) {
-            int const chains = grid.causal ? chains_that_fill(grid) : kChainsThatFillAChip;
-            int const per_block = heads_per_block(heads, cycle.group_size, 3 * chains);
+            int const per_block = heads_per_block(heads, cycle.group_size, 3 * chains_that_fill(grid));
             return {lower, upper, heads, per_block, quotient(heads - 1, per_block), false};
         }
         Division const all = divide(heads, heads_that_fit());
@@ -101,9 +99,10 @@ struct SymmetricShift {
         return {lower, upper, heads, heads_that_fit(), last, !fills()};
     }
     DASH_HD int slot(int kv_tile) const {
-        return kv_tile < lower ? kv_tile - cycle.group_begin(kv_tile) : grid.kv_tiles() - 1 - kv_tile;
+        return kv_tile < lower ? cycle.place(kv_tile) : grid.kv_tiles() - 1 - kv_tile;
     }
     DASH_HD int resident_ctas_needed() const { return max_of(1, min_of(cycle.group_size, cycle.members)); }
+    DASH_HD int idle_ctas(int /*ctas*/) const { return 0; }
 };
 
 }  // namespace dash::schedule

@@ -49,8 +49,9 @@ struct TileGrid {
     int kv_rows = 1;  // keys a tile
     bool causal = false;
     bool paired = false;     // heads_in_pairs: the schedule may let the heads of a pair go different ways
+    int heads_k = 1;         // KV heads of a batch entry
     bool two_sides = false;  // of the L2 cache (core/l2_sides.h): each has an order of issue for its half of the heads
-    int ctas_an_order = kChainsThatFillAChip;  // that share an order of issue: no more than fill a chip, or a side
+    int ctas_an_order = kChainsThatFillAChip;  // that share an order of issue
 
     DASH_HD int q_tiles() const { return ceil_div(seqlen_q, q_rows); }
     DASH_HD int kv_tiles() const { return ceil_div(seqlen_k, kv_rows); }
