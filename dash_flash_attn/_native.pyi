@@ -20,7 +20,7 @@ class TileGrid:
         kv_rows: int,
         causal: bool,
         paired: bool = False,
-        heads_k: int = 1,
+        heads: int = 1,
     ) -> None: ...
     @property
     def seqlen_q(self) -> int: ...
@@ -38,8 +38,8 @@ class TileGrid:
     def paired(self) -> bool:
         """Whether the schedule may let the heads of a pair go different ways, see heads_in_pairs."""
     @property
-    def heads_k(self) -> int:
-        """KV heads of a batch entry."""
+    def heads(self) -> int:
+        """Heads of a batch entry, as chains count them: parts of the query heads of a KV head."""
     @property
     def two_sides(self) -> bool:
         """Whether each side of the L2 cache has an order of issue, for its half of the heads."""

@@ -67,8 +67,9 @@ class Schedule:
         paired_heads: heads come in pairs, an even number of them a batch entry, each with its own K and V.
             In the causal shift on a square they go different ways at head dimension 64, and at 128 up to 8
             KV tiles.
-        heads_k: KV heads of a batch entry. Without a mask, in the shifts: where there are many of them,
-            some KV tiles of a head wait in line, and the others rotate in smaller groups.
+        heads: KV heads of a batch entry, times the parts that their query heads are cut into. Without a
+            mask, where there are many of them, most KV tiles of a long head wait in line, and the others
+            rotate in one group.
 
     Raises ValueError for an unknown name or a size that is not positive.
     """
@@ -79,7 +80,7 @@ class Schedule:
     head_dim: int
     causal: bool = False
     paired_heads: bool = False
-    heads_k: int = 1
+    heads: int = 1
     policy: _native.Policy = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -87,7 +88,7 @@ class Schedule:
         object.__setattr__(self, "name", schedule_name(self.name))
         q_rows, kv_rows = _native.tile_shape(self.head_dim)
         grid = _native.TileGrid(
-            self.seqlen_q, self.seqlen_k, q_rows, kv_rows, self.causal, self.paired_heads, self.heads_k
+            self.seqlen_q, self.seqlen_k, q_rows, kv_rows, self.causal, self.paired_heads, self.heads
         )
         object.__setattr__(self, "policy", make_policy(self.name, grid))
 

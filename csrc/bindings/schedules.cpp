@@ -35,27 +35,27 @@ int checked_positive(int value, char const* what) {
     return value;
 }
 
-TileGrid make_grid(int seqlen_q, int seqlen_k, int q_rows, int kv_rows, bool causal, bool paired, int heads_k) {
+TileGrid make_grid(int seqlen_q, int seqlen_k, int q_rows, int kv_rows, bool causal, bool paired, int heads) {
     return {checked_positive(seqlen_q, "seqlen_q"),
             checked_positive(seqlen_k, "seqlen_k"),
             checked_positive(q_rows, "q_rows"),
             checked_positive(kv_rows, "kv_rows"),
             causal,
             paired,
-            checked_positive(heads_k, "heads_k")};
+            checked_positive(heads, "heads")};
 }
 
 void bind_grid(py::module_& m) {
     py::class_<TileGrid>(m, "TileGrid")
         .def(py::init(&make_grid), "seqlen_q"_a, "seqlen_k"_a, "q_rows"_a, "kv_rows"_a, "causal"_a, "paired"_a = false,
-             "heads_k"_a = 1)
+             "heads"_a = 1)
         .def_readonly("seqlen_q", &TileGrid::seqlen_q)
         .def_readonly("seqlen_k", &TileGrid::seqlen_k)
         .def_readonly("q_rows", &TileGrid::q_rows)
         .def_readonly("kv_rows", &TileGrid::kv_rows)
         .def_readonly("causal", &TileGrid::causal)
         .def_readonly("paired", &TileGrid::paired)
-        .def_readonly("heads_k", &TileGrid::heads_k)
+        .def_readonly("heads", &TileGrid::heads)
         .def_readonly("two_sides", &TileGrid::two_sides)
         .def_readonly("ctas_an_order", &TileGrid::ctas_an_order)
         .def(

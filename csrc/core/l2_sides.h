@@ -37,7 +37,7 @@ constexpr int kMostPages = 2048;
 // On how many sides a call of so many KV heads, each cut into parts, runs. On one if the heads do not fall into halves
 // (of pairs, where a schedule sends the heads of a pair different ways), if there are too few chains to be worth a
 // measurement, if a side might not have the CTAs that a cycle of chains needs at a time, or if cycles would leave more
-// than a fifth of a side idle and less of both sides together.
+// than a tenth of a side idle and less of both sides together.
 template <class Policy>
 int l2_sides(int64_t heads, int parts, Policy const& policy, int cycle_ctas, int ctas_a_side) {
     int const kv_tiles = policy.grid.kv_tiles();
@@ -45,7 +45,7 @@ int l2_sides(int64_t heads, int parts, Policy const& policy, int cycle_ctas, int
     bool const worth_it = kv_tiles > 1 && heads * parts * kv_tiles >= 3 * schedule::kChainsThatFillAChip;
     if (!halves || !worth_it || cycle_ctas > ctas_a_side) return 1;
     int const idle = policy.idle_ctas(ctas_a_side);
-    return 5 * idle > ctas_a_side && policy.idle_ctas(2 * ctas_a_side) < 2 * idle ? 1 : 2;
+    return 10 * idle > ctas_a_side && policy.idle_ctas(2 * ctas_a_side) < 2 * idle ? 1 : 2;
 }
 
 // How many CTAs each side should have at the least: if it has half of the SMs, and those that are left to others are

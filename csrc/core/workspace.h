@@ -50,9 +50,10 @@ inline GroupParts group_parts(BackwardParams const& p, schedule::TileGrid const&
 
 inline schedule::TileGrid tile_grid(BackwardParams const& p) {
     TileShape const shape = tile_shape(p.head_dim);
-    return {p.seqlen_q,    p.seqlen_k,    shape.q_rows,
-            shape.kv_rows, p.causal != 0, schedule::heads_in_pairs(p.heads_q, p.heads_k),
-            p.heads_k};
+    schedule::TileGrid grid = {p.seqlen_q,    p.seqlen_k,    shape.q_rows,
+                               shape.kv_rows, p.causal != 0, schedule::heads_in_pairs(p.heads_q, p.heads_k)};
+    grid.heads = p.heads_k * group_parts(p.heads_q, p.heads_k, grid, p.head_dim, false).count;
+    return grid;
 }
 
 // One allocation, cut into eight. The fp32 sums are tiles in an order that suits the kernel; nobody else

@@ -58,24 +58,19 @@ struct Rotating {
   private:
     // The groups of a head, by its shape alone, since the bits depend on them. Measured on H200 (docs/schedules.md).
     DASH_HD static GangOrder order_of(TileGrid const& g) {
-        int const kv_tiles = g.kv_tiles(), q_tiles = g.q_tiles(), most = max_of(1, min_of(kMaxCyclicGroup, q_tiles));
+        int const kv_tiles = g.kv_tiles(), q_tiles = g.q_tiles();
         GangOrder const all_rotate = {0, CyclicGroups(kv_tiles, 0, q_tiles), g.ctas_an_order};
-        // One group, or so few chains that groups would come one after the other and not fill the chip.
-        if (kv_tiles <= 16 || kv_tiles * g.heads_k < kChainsThatFillAChip) return all_rotate;
+        // One group, or so few chains that the line and the group would come one after the other and not fill the chip.
+        if (kv_tiles <= 16 || kv_tiles * g.heads < kChainsThatFillAChip) return all_rotate;
         // Groups that are all of the head, and fill a side but for two CTAs.
-        for (int size : {64, 33, 32})
-            if (size <= most && kv_tiles % size == 0)
+        for (int size : {64, 32})
+            if (size <= q_tiles && kv_tiles % size == 0)
                 return {0, CyclicGroups(kv_tiles, 0, q_tiles, size), g.ctas_an_order};
-        // A chain in line starts one turn behind the one before it. Where a chain is short, in query tiles, there are
-        // better fewer of them; else a few more, which keep their distance in the L2 cache.
-        bool const short_chains = g.q_rows == g.kv_rows;
-        int const rotating = kv_tiles * (short_chains ? 95 : 85) / 100;
-        for (int size : {33, 22, 16, 11}) {
-            if (short_chains && (size == 22 || (size == 33 && kv_tiles < 66))) continue;
-            if (3 * size > 2 * q_tiles || size > rotating) continue;
-            int const members = rotating / size * size;
-            return {kv_tiles - members, CyclicGroups(members, 0, q_tiles, size), g.ctas_an_order};
-        }
+        // Two, three, four or six groups fill a side. Members keep a distance, and a part of the chains waits in line,
+        // for what groups leave over on other chips.
+        for (int size : {33, 22, 16, 11})
+            if (3 * size <= 2 * q_tiles && 20 * size <= 17 * kv_tiles)
+                return {kv_tiles - size, CyclicGroups(size, 0, q_tiles, size), g.ctas_an_order};
         return all_rotate;
     }
 };

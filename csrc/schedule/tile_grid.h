@@ -49,7 +49,7 @@ struct TileGrid {
     int kv_rows = 1;  // keys a tile
     bool causal = false;
     bool paired = false;     // heads_in_pairs: the schedule may let the heads of a pair go different ways
-    int heads_k = 1;         // KV heads of a batch entry
+    int heads = 1;           // of a batch entry, as chains count them: parts of the query heads of a KV head
     bool two_sides = false;  // of the L2 cache (core/l2_sides.h): each has an order of issue for its half of the heads
     int ctas_an_order = kChainsThatFillAChip;  // that share an order of issue
 
