@@ -39,7 +39,7 @@ def deterministic_attention(q, k, v):
 @pytest.mark.parametrize("causal", [False, True])
 def test_opcheck_forward(causal: bool, dtype: torch.dtype) -> None:
     torch.library.opcheck(FORWARD, (*qkv(dtype, requires_grad=True), 0.2, causal))
-    torch.library.opcheck(FORWARD, (*qkv(dtype, requires_grad=True), 0.2, causal, "shift", True, 4))
+    torch.library.opcheck(FORWARD, (*qkv(dtype, requires_grad=True), 0.2, causal, "shift", 4))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -47,7 +47,7 @@ def test_opcheck_backward(dtype: torch.dtype) -> None:
     q, k, v = qkv(dtype)
     out, lse = FORWARD(q, k, v, 0.2, True)
     dout = torch.randn_like(out)
-    torch.library.opcheck(BACKWARD, (dout, q, k, v, out, lse, 0.2, True, "shift", True, 0))
+    torch.library.opcheck(BACKWARD, (dout, q, k, v, out, lse, 0.2, True, "shift", 0))
 
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(0, 5), (5, 0)])
@@ -55,7 +55,7 @@ def test_opcheck_empty(seqlen_q: int, seqlen_k: int) -> None:
     q, k, v = qkv(seqlen_q=seqlen_q, seqlen_k=seqlen_k)
     out, lse = FORWARD(q, k, v, 0.2, True)
     torch.library.opcheck(FORWARD, (q, k, v, 0.2, True))
-    torch.library.opcheck(BACKWARD, (out, q, k, v, out, lse, 0.2, True, "auto", True, 0))
+    torch.library.opcheck(BACKWARD, (out, q, k, v, out, lse, 0.2, True, "auto", 0))
 
 
 def test_torch_compile() -> None:
@@ -107,7 +107,7 @@ def test_options_left_out_have_their_defaults_in_the_backward() -> None:
     tensors = qkv()
     dout = torch.randn_like(tensors[0])
     left_out = gradients(lambda q, k, v: FORWARD(q, k, v, 0.2, True)[0], tensors, dout)
-    given = gradients(lambda q, k, v: FORWARD(q, k, v, 0.2, True, "auto", True, 0)[0], tensors, dout)
+    given = gradients(lambda q, k, v: FORWARD(q, k, v, 0.2, True, "auto", 0)[0], tensors, dout)
     for x, y in zip(left_out, given, strict=True):
         assert same_bits(x, y)
 
@@ -226,7 +226,7 @@ def test_the_log_sum_exp_has_no_derivative() -> None:
 def test_gradients_that_do_not_fit_are_refused() -> None:
     q, k, v = qkv()
     out, lse = FORWARD(q, k, v, 0.2, True)
-    options = (0.2, True, "auto", True, 0)
+    options = (0.2, True, "auto", 0)
     for name, args in {
         "dout": (out[:, 1:], q, k, v, out, lse),
         "out": (out, q, k, v, out[:, 1:], lse),

@@ -78,13 +78,11 @@ def backward(
     tensors: tuple[Tensor, ...],
     schedule: str,
     *,
-    deterministic: bool = True,
     sm_margin: int = 0,
+    dlse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv from the operator; tensors are (dout, q, k, v, out, lse)."""
-    return torch.ops.dash_flash_attn.backward(
-        *tensors, case.scale, case.causal, schedule, deterministic, sm_margin
-    )
+    return torch.ops.dash_flash_attn.backward(*tensors, case.scale, case.causal, schedule, sm_margin, dlse)
 
 
 __all__ = ["HEADS", "LENGTHS", "SCHEDULES", "Case", "backward", "forward", "grid"]

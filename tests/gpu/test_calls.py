@@ -129,7 +129,7 @@ import dash_flash_attn
 tensors, expected = torch.load({str(tmp_path / "tensors.pt")!r}, map_location="cuda")
 graph = torch.cuda.CUDAGraph()
 with torch.cuda.graph(graph):
-    results = torch.ops.dash_flash_attn.backward(*tensors, {CASE.scale}, {CASE.causal}, "auto", True, 0)
+    results = torch.ops.dash_flash_attn.backward(*tensors, {CASE.scale}, {CASE.causal}, "auto", 0)
 graph.replay()
 torch.cuda.synchronize()
 assert all(torch.equal(x, y) for x, y in zip(results, expected, strict=True))
