@@ -9,50 +9,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_TENSORS = 3  # forward's, before its options
+_GRADIENT_TENSORS = 6  # the same of backward
+_DLSE = 10
+
 
 def forward(
-    info: Any, dims: Sequence[int | None], q: Tensor, k: Tensor, v: Tensor, *options: object
+    info: Any, dims: Sequence[int | None], *arguments: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int, int]]:
     """The rule of `dash_flash_attn::forward`, for torch.library.register_vmap."""
-    tensors = _into_batch(info.batch_size, dims, (q, k, v))
-    results = torch.ops.dash_flash_attn.forward.default(*tensors, *options)
+    merged = _into_batch(info.batch_size, dims, arguments, range(_TENSORS))
+    results = torch.ops.dash_flash_attn.forward.default(*merged)
     return _out_of_batch(info.batch_size, results), (0, 0)
 
 
 def backward(
-    info: Any,
-    dims: Sequence[int | None],
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    softmax_scale: float,
-    causal: bool,
-    schedule: str,
-    sm_margin: int,
-    dlse: Tensor | None = None,
+    info: Any, dims: Sequence[int | None], *arguments: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int, int, int]]:
     """The rule of `dash_flash_attn::backward`, for torch.library.register_vmap."""
-    tensors = _into_batch(info.batch_size, dims, (dout, q, k, v, out, lse))
-    (dlse,) = _into_batch(info.batch_size, dims[10:] or (None,), (dlse,))
-    results = torch.ops.dash_flash_attn.backward.default(
-        *tensors, softmax_scale, causal, schedule, sm_margin, dlse
-    )
+    merged = _into_batch(info.batch_size, dims, arguments, (*range(_GRADIENT_TENSORS), _DLSE))
+    results = torch.ops.dash_flash_attn.backward.default(*merged)
     return _out_of_batch(info.batch_size, results), (0, 0, 0)
 
 
 def _into_batch(
-    size: int, dims: Sequence[int | None], tensors: Sequence[Tensor | None]
-) -> list[Tensor | None]:
-    """(batch, ...) and, where dims says so, one dimension more of `size`: all (size * batch, ...)."""
-    merged = []
-    for x, dim in zip(tensors, dims, strict=False):
-        if x is not None:
+    size: int, dims: Sequence[int | None], arguments: Sequence[Any], batched: Sequence[int]
+) -> list[Any]:
+    """The arguments with the tensors at `batched`, (batch, ...) and perhaps a dimension more, as (size * batch, ...)."""
+    merged = list(arguments)
+    for place, (x, dim) in enumerate(zip(arguments, dims, strict=True)):
+        if place in batched and x is not None:
             x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
-            x = x.flatten(0, 1)
-        merged.append(x)
+            merged[place] = x.flatten(0, 1)
+        elif dim is not None:
+            raise NotImplementedError("scale_factor: it must be the same for all that vmap maps over")
     return merged
 
 

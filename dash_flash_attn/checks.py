@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .dispatch import is_constant
 from .schedule import SCHEDULES, schedule_name
 
 UNORDERED = "unordered"
@@ -141,14 +142,12 @@ def check_heads_q(num_heads_q: int | None) -> None:
         raise TypeError(f"num_heads_q: expected a number of heads, got {_described(num_heads_q)}")
 
 
-def check_scale(softmax_scale: float | None, head_dim: int) -> float:
-    """The factor on the scores: 1 / sqrt(head_dim) for None.
+def check_scale(softmax_scale: float) -> float:
+    """The factor on the scores.
 
     TypeError for what is no number; a tensor's gradient would be lost. ValueError unless it is finite and not
     0, as a float32 and with room for the kernels' factor log2(e).
     """
-    if softmax_scale is None:
-        return max(head_dim, 1) ** -0.5
     if isinstance(softmax_scale, Tensor):
         raise TypeError(
             "softmax_scale: expected a number, got a tensor, which would get no gradient: multiply q by it, and "
@@ -156,6 +155,8 @@ def check_scale(softmax_scale: float | None, head_dim: int) -> float:
         )
     if not _is_number(softmax_scale):
         raise TypeError(f"softmax_scale: expected a number, got {_described(softmax_scale)}")
+    if torch.compiler.is_compiling() and not is_constant(softmax_scale):
+        return softmax_scale  # the operator will see
     if not _SMALLEST_SCALE <= abs(softmax_scale) <= _LARGEST_SCALE:
         # Zero: what a caller of flash_attn 2 passes as dropout_p in this position.
         hint = f"; {_POSITIONS}" if softmax_scale == 0 else ""

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.fx.experimental import symbolic_shapes
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _dispatch_keys = torch._C._dispatch_keys
@@ -48,6 +49,17 @@ def unobserved(*tensors: Tensor) -> bool:
         if type(x) not in _PLAIN_TYPES or _dispatch_keys(x) != plain:
             return False
     return True
+
+
+def _whatever(number: float) -> bool:
+    return True
+
+
+is_constant = getattr(symbolic_shapes, "has_static_value", _whatever)
+"""Whether a compiler that traces this knows a number's value, and not only an expression of others.
+
+Older versions of torch don't tell; there every number is a constant, as it is in torch's own operators.
+"""
 
 
 def autocast(kind: str, *tensors: Tensor) -> list[Tensor]:

@@ -86,7 +86,8 @@ def flash_attn_func(
         RuntimeError: in the backward, if a cyclic schedule needs more SMs than sm_margin leaves.
     """
     check_attention(q, k, v)
-    scale = check_scale(softmax_scale, q.shape[-1])
+    # A head_dim of 0 is refused by the operator.
+    scale = max(q.shape[-1], 1) ** -0.5 if softmax_scale is None else check_scale(softmax_scale)
     causal = check_window(window_size, check_causal(causal), q.shape[1], k.shape[1])
     check_features(
         qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk,

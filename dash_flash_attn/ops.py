@@ -17,8 +17,8 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
 from . import _native, batching, kernels, reference, sharding
-from .checks import UNORDERED, alert_unordered, check_gradient_tensors, check_tensors, lse_dtype
-from .dispatch import autocast, unobserved
+from .checks import UNORDERED, alert_unordered, check_gradient_tensors, check_scale, check_tensors, lse_dtype
+from .dispatch import autocast, is_constant, unobserved
 from .forward import attention_forward
 from .layout import addressable, matrix
 
@@ -31,15 +31,17 @@ _ELEMENT = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 
 _library = torch.library.Library("dash_flash_attn", "DEF")
-# The last two arguments of forward matter to its gradient only.
+# schedule and sm_margin matter to forward's gradient only. softmax_scale is multiplied by scale_factor, a number in
+# a tensor on the CPU: a compiler takes a float for a constant, and compiles anew for each.
 _library.define(
     "forward(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal, str schedule='auto', "
-    "int sm_margin=0) -> (Tensor out, Tensor lse)",
+    "int sm_margin=0, Tensor? scale_factor=None) -> (Tensor out, Tensor lse)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 _library.define(
     "backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, float softmax_scale, "
-    "bool causal, str schedule, int sm_margin, Tensor? dlse=None) -> (Tensor dq, Tensor dk, Tensor dv)",
+    "bool causal, str schedule, int sm_margin, Tensor? dlse=None, Tensor? scale_factor=None) "
+    "-> (Tensor dq, Tensor dk, Tensor dv)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 _FORWARD = torch.ops.dash_flash_attn.forward.default
@@ -90,53 +92,62 @@ def _empty_forward(q: Tensor) -> tuple[Tensor, Tensor]:
     return q.new_zeros(q.shape), lse
 
 
+def _whole_scale(softmax_scale: float, scale_factor: Tensor | None) -> float:
+    """The factor on the scores. ValueError as from the public functions, which could not know it yet."""
+    return softmax_scale if scale_factor is None else check_scale(softmax_scale * scale_factor.item())
+
+
 def _zero_gradients(*inputs: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.new_zeros(x.shape) for x in inputs)
 
 
-def _forward_cpu(q, k, v, softmax_scale, causal, schedule="auto", sm_margin=0):
+def _forward_cpu(q, k, v, softmax_scale, causal, schedule="auto", sm_margin=0, scale_factor=None):
     check_tensors(q, k, v)
     if q.numel() == 0 or k.numel() == 0:
         return _empty_forward(q)
+    softmax_scale = _whole_scale(softmax_scale, scale_factor)
     # Its products are what they are, whatever the caller wants of his own.
     with torch.autocast("cpu", enabled=False):
         return reference.forward(q, k, v, softmax_scale, causal)
 
 
-def _forward_cuda(q, k, v, softmax_scale, causal, schedule="auto", sm_margin=0):
+def _forward_cuda(q, k, v, softmax_scale, causal, schedule="auto", sm_margin=0, scale_factor=None):
     check_tensors(q, k, v)
     if q.numel() == 0 or k.numel() == 0:
         return _empty_forward(q)
+    softmax_scale = _whole_scale(softmax_scale, scale_factor)
     if softmax_scale < 0:  # kernels take the greatest product for the greatest score
         q, softmax_scale = -q, -softmax_scale
     with torch.cuda.device(q.device.index):
         return attention_forward(q, k, v, softmax_scale, causal)
 
 
-def _forward_fake(q, k, v, softmax_scale, causal, schedule="auto", sm_margin=0):
+def _forward_fake(q, k, v, softmax_scale, causal, schedule="auto", sm_margin=0, scale_factor=None):
     check_tensors(q, k, v)
     batch, seqlen_q, heads_q, _ = q.shape
     return q.new_empty(q.shape), q.new_empty((batch, heads_q, seqlen_q), dtype=lse_dtype(q))
 
 
-def _backward_cpu(dout, q, k, v, out, lse, softmax_scale, causal, schedule, sm_margin, dlse=None):
+def _backward_cpu(dout, q, k, v, out, lse, softmax_scale, causal, schedule, sm_margin, dlse=None, scale_factor=None):
     check_gradient_tensors(dout, q, k, v, out, lse, dlse)
     alert_unordered(schedule)
     if q.numel() == 0 or k.numel() == 0:
         return _zero_gradients(q, k, v)
     if schedule in ("auto", UNORDERED):
         schedule = auto_schedule(q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], causal)
+    softmax_scale = _whole_scale(softmax_scale, scale_factor)
     with torch.autocast("cpu", enabled=False):
         return reference.backward(dout, q, k, v, out, lse, softmax_scale, causal, schedule, dlse)
 
 
-def _backward_cuda(dout, q, k, v, out, lse, softmax_scale, causal, schedule, sm_margin, dlse=None):
+def _backward_cuda(dout, q, k, v, out, lse, softmax_scale, causal, schedule, sm_margin, dlse=None, scale_factor=None):
     check_gradient_tensors(dout, q, k, v, out, lse, dlse)
     alert_unordered(schedule)
     batch, seqlen_q, heads_q, head_dim = q.shape
     seqlen_k, heads_k = k.shape[1:3]
     if q.numel() == 0 or k.numel() == 0:
         return _zero_gradients(q, k, v)
+    softmax_scale = _whole_scale(softmax_scale, scale_factor)
     if softmax_scale < 0:  # the kernels' mask is a product of -inf: see _forward_cuda
         options = -softmax_scale, causal, schedule, sm_margin, dlse
         dq, dk, dv = _backward_cuda(dout, -q, k, v, out, lse, *options)
@@ -192,7 +203,7 @@ def _of_visible_rows(dlse, blind):
     return dlse
 
 
-def _backward_fake(dout, q, k, v, out, lse, softmax_scale, causal, schedule, sm_margin, dlse=None):
+def _backward_fake(dout, q, k, v, out, lse, softmax_scale, causal, schedule, sm_margin, dlse=None, scale_factor=None):
     check_gradient_tensors(dout, q, k, v, out, lse, dlse)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
@@ -243,8 +254,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, options, forward):
         out, lse = forward(q, k, v, *options)
-        ctx.options = options
-        ctx.save_for_backward(q, k, v, out, lse)
+        *ctx.options, scale_factor = options
+        ctx.save_for_backward(q, k, v, out, lse, scale_factor)
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -253,10 +264,10 @@ class _Attention(torch.autograd.Function):
         if dout is None and dlse is None:
             return None, None, None, None, None
         # Read before the block below: a checkpoint computes the saved tensors now, and with autograd.
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, scale_factor = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
-        arguments = dout, q, k, v, out, lse, *ctx.options, dlse
+        arguments = dout, q, k, v, out, lse, *ctx.options, dlse, scale_factor
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             # With create_graph=True the operator's own node refuses a second derivative. A compiler that
             # traces this function does not know the block below.
@@ -287,9 +298,11 @@ _attention_node = super(torch.autograd.Function, _Attention).apply
 _backward_node = super(torch.autograd.Function, _Backward).apply
 
 
-def _forward_autograd(q, k, v, softmax_scale, causal, schedule="auto", sm_margin=0):
+def _forward_autograd(q, k, v, softmax_scale, causal, schedule="auto", sm_margin=0, scale_factor=None):
     sharding.register()
-    options = softmax_scale, causal, schedule, sm_margin
+    if scale_factor is not None and scale_factor.requires_grad:
+        raise TypeError("scale_factor: it would get no gradient, multiply q by it")
+    options = softmax_scale, causal, schedule, sm_margin, scale_factor
     return _differentiable(functools.partial(_call_below_autograd, _FORWARD), q, k, v, options)
 
 
@@ -333,8 +346,11 @@ def _forward_autocast(kind, q, k, v, *options):
         return _FORWARD(*autocast(kind, q, k, v), *options)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *options: object) -> tuple[Tensor, Tensor]:
-    """The operator `dash_flash_attn::forward` with all its arguments, on the shortest way."""
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool, schedule: str, sm_margin: int
+) -> tuple[Tensor, Tensor]:
+    """The operator `dash_flash_attn::forward`, on the shortest way."""
+    options = softmax_scale, causal, schedule, sm_margin, None
     if unobserved(q, k, v):
         kind = "cuda" if q.is_cuda else "cpu"
         if torch.is_autocast_enabled(kind):
@@ -342,6 +358,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *options: object) -> tuple[Tensor
         return _differentiable(_FORWARD_KERNELS[kind], q, k, v, options)
     if not torch.compiler.is_compiling():
         sharding.register()
+    elif not is_constant(softmax_scale):
+        scale_factor = torch.ones((), dtype=torch.float64, device="cpu") * softmax_scale
+        return _FORWARD(q, k, v, 1.0, causal, schedule, sm_margin, scale_factor)
     return _FORWARD(q, k, v, *options)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 _WHERE = "torch.distributed.tensor"
-_ON_HEADS = {4: 2, 3: 1}  # the dimension of heads: of (batch, seqlen, heads, head_dim), and of lse
+_HEADS = {4: 2, 3: 1}  # which dimension they are, of (batch, seqlen, heads, head_dim) and of lse
 
 
 def register() -> None:
@@ -46,33 +46,37 @@ def heads_can_be_split(heads_q: int, heads_k: int, mesh_shape: Sequence[int]) ->
     return all(heads_k % n == 0 for n in parts if n <= heads_k)
 
 
-def _forward(q: Any, k: Any, v: Any, *options: object) -> list[tuple[list, list]]:
-    return _splits(q, k, (4, 3), (4, 4, 4), len(options))
+def _forward(q: Any, k: Any, v: Any, *options: Any) -> list[tuple[list, list]]:
+    return [(outputs, inputs + _alike(options)) for outputs, inputs in _splits(q, k, (4, 3), (4, 4, 4))]
 
 
 def _backward(
     dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, softmax_scale: float, causal: bool, schedule: str,
-    sm_margin: int, *dlse: Any,
+    sm_margin: int, dlse: Any = None, *scale_factor: Any,
 ) -> list[tuple[list, list]]:  # fmt: skip
-    splits = _splits(q, k, (4, 4, 4), (4, 4, 4, 4, 4, 3), 4)
-    for outputs, inputs in splits:
-        for x in dlse:
-            inputs.append(None if x is None else inputs[5])
-    return splits
+    splits = _splits(q, k, (4, 4, 4), (4, 4, 4, 4, 4, 3))
+    options = [softmax_scale, causal, schedule, sm_margin]
+    return [
+        (outputs, [*inputs, *_alike(options), None if dlse is None else inputs[-1], *_alike(scale_factor)])
+        for outputs, inputs in splits
+    ]
 
 
-def _splits(
-    q: Any, k: Any, outputs: Sequence[int], inputs: Sequence[int], options: int
-) -> list[tuple[list, list]]:
-    """Placements of results and arguments, of which only the numbers of dimensions are asked for."""
+def _alike(options: Sequence[Any]) -> list:
+    """Placements of what all devices have the same of: None for what is no tensor."""
+    from torch.distributed.tensor import Replicate
+
+    return [Replicate() if hasattr(x, "placements") else None for x in options]
+
+
+def _splits(q: Any, k: Any, outputs: Sequence[int], inputs: Sequence[int]) -> list[tuple[list, list]]:
+    """Placements of results and of tensors, of which the numbers of dimensions are given."""
     from torch.distributed.tensor import Replicate, Shard
 
-    others = [None] * options
     ways = [
-        ([Replicate() for _ in outputs], [*(Replicate() for _ in inputs), *others]),
-        ([Shard(0) for _ in outputs], [*(Shard(0) for _ in inputs), *others]),
+        ([Replicate() for _ in outputs], [Replicate() for _ in inputs]),
+        ([Shard(0) for _ in outputs], [Shard(0) for _ in inputs]),
     ]
     if heads_can_be_split(q.shape[2], k.shape[2], q.mesh.shape):
-        by_heads = [[Shard(_ON_HEADS[dim]) for dim in dims] for dims in (outputs, inputs)]
-        ways.append((by_heads[0], [*by_heads[1], *others]))
+        ways.append(([Shard(_HEADS[d]) for d in outputs], [Shard(_HEADS[d]) for d in inputs]))
     return ways
