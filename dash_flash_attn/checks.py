@@ -150,8 +150,8 @@ def check_scale(softmax_scale: float) -> float:
     """
     if isinstance(softmax_scale, Tensor):
         raise TypeError(
-            "softmax_scale: expected a number, got a tensor, which would get no gradient: multiply q by it, and "
-            "pass softmax_scale=1.0"
+            "softmax_scale: expected a number, got a tensor, which would get no gradient: multiply q by it, "
+            "and pass softmax_scale=1.0"
         )
     if not _is_number(softmax_scale):
         raise TypeError(f"softmax_scale: expected a number, got {_described(softmax_scale)}")
@@ -161,8 +161,8 @@ def check_scale(softmax_scale: float) -> float:
         # Zero: what a caller of flash_attn 2 passes as dropout_p in this position.
         hint = f"; {_POSITIONS}" if softmax_scale == 0 else ""
         raise ValueError(
-            f"softmax_scale: its absolute value must be in [{_SMALLEST_SCALE:.3g}, {_LARGEST_SCALE:.3g}], got "
-            f"{softmax_scale}{hint}"
+            f"softmax_scale: its absolute value must be in [{_SMALLEST_SCALE:.3g}, {_LARGEST_SCALE:.3g}], "
+            f"got {softmax_scale}{hint}"
         )
     return float(softmax_scale)
 
@@ -189,7 +189,7 @@ def check_window(window_size: Sequence[int | None], causal: bool, seqlen_q: int,
         if side is not None and not _is_integer(side):
             raise TypeError(f"window_size: expected numbers of keys or None, got {_described(window_size)}")
         if side is not None and side < -1:
-            raise ValueError(f"window_size: a side is 0 or more, or -1 or None for no limit, got {window_size}")
+            raise ValueError(f"window_size: each side is 0 or more, -1 or None, got {window_size}")
     left, right = window_size
     causal = causal or right == 0
     # From the first query to the last key, and from the last query to the first key.
@@ -197,8 +197,8 @@ def check_window(window_size: Sequence[int | None], causal: bool, seqlen_q: int,
     limits_left = left not in (None, -1) and left < seqlen_k - 1
     if limits_left or limits_right:
         raise NotImplementedError(
-            f"window_size: {window_size} cuts off keys, which there are no kernels for; a side of -1 or None is no "
-            "limit, and (-1, 0) is the causal mask"
+            f"window_size: {window_size} cuts off keys, and there are no kernels for that; a side of -1 or "
+            "None is no limit, and (-1, 0) is the causal mask"
         )
     return causal
 
@@ -248,7 +248,8 @@ def _name(schedule: str) -> str:
     try:
         return schedule_name(schedule)
     except ValueError:
-        raise ValueError(f"schedule: {schedule!r} is none of auto, {', '.join(SCHEDULES)}, {UNORDERED}") from None
+        names = ", ".join(("auto", *SCHEDULES, UNORDERED))
+        raise ValueError(f"schedule: {schedule!r} is none of {names}") from None
 
 
 def check_features(

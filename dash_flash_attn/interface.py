@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from . import ops
@@ -60,8 +59,8 @@ def flash_attn_func(
         window_size: (left, right), how many keys a query sees on either side of that diagonal, -1 or None
             for all. Only windows that leave the mask as it is: (-1, 0) is another way to write causal=True,
             and a side that reaches all keys is no limit.
-        deterministic: accepted for callers of FlashAttention. The backward is deterministic with True and with
-            False, since no other order of its sums is faster.
+        deterministic: no effect, for callers of FlashAttention: the backward is deterministic with True and
+            with False, since no other order of its sums is faster.
         sm_margin: streaming multiprocessors that the backward leaves to other kernels. No effect on the bits.
         return_attn_probs: also return the log-sum-exp, as FlashAttention-3 does.
         schedule: "naive", "descending", "shift" or "symmetric_shift": the sequence in which the backward
@@ -80,10 +79,11 @@ def flash_attn_func(
 
     Raises:
         ValueError, TypeError: tensors that do not fit together, a scale that is 0 or not finite, an unknown
-            schedule, "unordered" with deterministic=True. NotImplementedError: an option that is not supported.
-            RuntimeError: "unordered" under torch.use_deterministic_algorithms(True), unless with warn_only.
-            Nothing has been launched then.
-        RuntimeError: in the backward, if a cyclic schedule needs more SMs than sm_margin leaves.
+            schedule, "unordered" with deterministic=True.
+        NotImplementedError: an option that is not supported.
+        RuntimeError: "unordered" under torch.use_deterministic_algorithms(True), unless it only warns; in the
+            backward, if a cyclic schedule needs more SMs than sm_margin leaves.
+        Nothing has been launched then.
     """
     check_attention(q, k, v)
     # A head_dim of 0 is refused by the operator.

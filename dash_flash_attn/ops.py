@@ -1,8 +1,8 @@
 """The two operators that torch sees, `dash_flash_attn::forward` and `dash_flash_attn::backward`.
 
-Both have a CPU implementation (reference.py), one for CUDA, a fake for tracing, an autograd formula, and rules
-for torch.autocast, torch.vmap (batching.py) and DTensors (sharding.py). Calling them directly is the same as
-calling the public functions, less the checks of options.
+Both have a CPU implementation (reference.py), one for CUDA, a fake for tracing, an autograd formula, and
+rules for torch.autocast, torch.vmap (batching.py) and DTensors (sharding.py). Calling them directly is the
+same as calling the public functions, less the checks of options.
 """
 
 import contextlib
@@ -31,8 +31,8 @@ _ELEMENT = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 
 _library = torch.library.Library("dash_flash_attn", "DEF")
-# schedule and sm_margin matter to forward's gradient only. softmax_scale is multiplied by scale_factor, a number in
-# a tensor on the CPU: a compiler takes a float for a constant, and compiles anew for each.
+# schedule and sm_margin matter to forward's gradient only. softmax_scale is multiplied by scale_factor, a
+# number in a tensor on the CPU: a compiler takes a float for a constant, and compiles anew for each.
 _library.define(
     "forward(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal, str schedule='auto', "
     "int sm_margin=0, Tensor? scale_factor=None) -> (Tensor out, Tensor lse)",
@@ -128,7 +128,9 @@ def _forward_fake(q, k, v, softmax_scale, causal, schedule="auto", sm_margin=0, 
     return q.new_empty(q.shape), q.new_empty((batch, heads_q, seqlen_q), dtype=lse_dtype(q))
 
 
-def _backward_cpu(dout, q, k, v, out, lse, softmax_scale, causal, schedule, sm_margin, dlse=None, scale_factor=None):
+def _backward_cpu(
+    dout, q, k, v, out, lse, softmax_scale, causal, schedule, sm_margin, dlse=None, scale_factor=None
+):
     check_gradient_tensors(dout, q, k, v, out, lse, dlse)
     alert_unordered(schedule)
     if q.numel() == 0 or k.numel() == 0:
@@ -140,7 +142,9 @@ def _backward_cpu(dout, q, k, v, out, lse, softmax_scale, causal, schedule, sm_m
         return reference.backward(dout, q, k, v, out, lse, softmax_scale, causal, schedule, dlse)
 
 
-def _backward_cuda(dout, q, k, v, out, lse, softmax_scale, causal, schedule, sm_margin, dlse=None, scale_factor=None):
+def _backward_cuda(
+    dout, q, k, v, out, lse, softmax_scale, causal, schedule, sm_margin, dlse=None, scale_factor=None
+):
     check_gradient_tensors(dout, q, k, v, out, lse, dlse)
     alert_unordered(schedule)
     batch, seqlen_q, heads_q, head_dim = q.shape
@@ -192,9 +196,9 @@ def _backward_cuda(dout, q, k, v, out, lse, softmax_scale, causal, schedule, sm_
 
 
 def _of_visible_rows(dlse, blind):
-    """dlse, contiguous, and 0 in the first `blind` queries, which see no key: what it is there has no meaning.
+    """dlse, contiguous, and 0 in the first `blind` queries, which see no key.
 
-    lse is -inf there, and so may be a gradient, of which the kernels would make NaN.
+    lse is -inf there, so its gradient has no meaning and may be infinite, which would make NaN of the others.
     """
     if blind <= 0:
         return dlse.contiguous()
@@ -203,7 +207,9 @@ def _of_visible_rows(dlse, blind):
     return dlse
 
 
-def _backward_fake(dout, q, k, v, out, lse, softmax_scale, causal, schedule, sm_margin, dlse=None, scale_factor=None):
+def _backward_fake(
+    dout, q, k, v, out, lse, softmax_scale, causal, schedule, sm_margin, dlse=None, scale_factor=None
+):
     check_gradient_tensors(dout, q, k, v, out, lse, dlse)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
@@ -267,6 +273,8 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse, scale_factor = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(dout=dout, dlse=dlse)
         arguments = dout, q, k, v, out, lse, *ctx.options, dlse, scale_factor
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             # With create_graph=True the operator's own node refuses a second derivative. A compiler that
@@ -292,8 +300,8 @@ class _Backward(torch.autograd.Function):
         raise NotImplementedError("dash_flash_attn: the backward pass has no derivative")
 
 
-# Without torch.autograd.Function's own apply. It takes 20 us longer (docs/performance.md), and its way to the
-# levels of torch.func is not open to an operator's kernel: each level calls that anew, as it calls torch's own.
+# Without torch.autograd.Function's own apply, which takes longer. Its way to the levels of torch.func is not
+# open to an operator's kernel: each level calls that anew, as it calls those of torch's own operators.
 _attention_node = super(torch.autograd.Function, _Attention).apply
 _backward_node = super(torch.autograd.Function, _Backward).apply
 
@@ -306,11 +314,15 @@ def _forward_autograd(q, k, v, softmax_scale, causal, schedule="auto", sm_margin
     return _differentiable(functools.partial(_call_below_autograd, _FORWARD), q, k, v, options)
 
 
-def _backward_autograd(*arguments):
-    needed = any(isinstance(x, Tensor) and x.requires_grad for x in arguments)
-    if not (torch.is_grad_enabled() and needed):
-        return _call_below_autograd(_BACKWARD, *arguments)
-    return _node(_backward_node, *arguments)
+def _backward_autograd(dout, q, k, v, out, lse, *options):
+    tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": (*options, None)[4]}
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(**tensors)
+    needed = any(x is not None and x.requires_grad for x in tensors.values())
+    arguments = dout, q, k, v, out, lse, *options
+    if torch.is_grad_enabled() and needed:
+        return _node(_backward_node, *arguments)
+    return _call_below_autograd(_BACKWARD, *arguments)
 
 
 def _in_levels():
@@ -326,8 +338,11 @@ def _node(node, *arguments):
 
 
 def _call_below_autograd(operator, *arguments):
+    if not _in_levels():
+        with _below_autograd():
+            return operator(*arguments)
     # A node is made with autograd off, which is not meant for the levels further out: they come below.
-    with torch.enable_grad() if _in_levels() else contextlib.nullcontext(), _below_autograd():
+    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True), _below_autograd():
         return operator(*arguments)
 
 
@@ -364,9 +379,9 @@ def attention(
     return _FORWARD(q, k, v, *options)
 
 
-def _refuse_tangents(**tensors: Tensor) -> None:
+def _refuse_tangents(**tensors: Tensor | None) -> None:
     for name, x in tensors.items():
-        if forward_ad.unpack_dual(x).tangent is not None:
+        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
             raise NotImplementedError(
                 f"{name}: it carries a tangent, and there is no forward-mode derivative"
             )
