@@ -237,7 +237,7 @@ def alert_unordered(schedule: str) -> None:
     )
     if not torch.is_deterministic_algorithms_warn_only_enabled():
         raise RuntimeError(message)
-    warnings.warn(message, stacklevel=3)
+    warnings.warn(message, stacklevel=4)
 
 
 def _name(schedule: str) -> str:

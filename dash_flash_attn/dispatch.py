@@ -45,8 +45,8 @@ def unobserved(*tensors: Tensor) -> bool:
         return False
     first = tensors[0]
     plain = _PLAIN_KEYS[first.is_cuda, first.is_inference()]
-    for x in tensors:  # noqa: SIM110 - a generator takes longer
-        if type(x) not in _PLAIN_TYPES or _dispatch_keys(x) != plain:
+    for x in tensors:  # noqa: SIM110 - a generator takes longer, and so does !=
+        if not (type(x) in _PLAIN_TYPES and _dispatch_keys(x) == plain):
             return False
     return True
 
