@@ -6,7 +6,7 @@
 #                       nvidia-cutlass, and nothing is installed
 #   ARGS="--steps 50"   arguments for demo, test, test-gpu, bench, evaluate, nightly and report
 #
-# The build reads DASH_JOBS, DASH_SKIP_CUDA, CUTLASS_PATH and CUDA_HOME: see csrc/build_kernels.py.
+# The build reads DASH_JOBS, DASH_SKIP_CUDA, DASH_REQUIRE_CUDA, CUTLASS_PATH and CUDA_HOME: see csrc/build_kernels.py.
 
 PYTHON ?= python3
 VENV ?= .venv

@@ -1,5 +1,6 @@
 """Builds the two binaries: `_native` (always) and the kernel library (where nvcc is). See csrc/."""
 
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -19,6 +20,11 @@ class BuildBinaries(build_ext):
 
     def run(self) -> None:
         """Builds into the wheel's folder, or in place."""
+        if os.environ.get("DASH_REQUIRE_CUDA") == "1":
+            try:
+                build_kernels.find_compiler()
+            except build_kernels.Unavailable as reason:
+                sys.exit(f"dash_flash_attn: DASH_REQUIRE_CUDA=1, and there can be no kernels: {reason}")
         super().run()
         package = ROOT / "dash_flash_attn" if self.inplace else Path(self.build_lib, "dash_flash_attn")
         try:

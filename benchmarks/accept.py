@@ -2,7 +2,8 @@
 
 The record goes to benchmarks/results/nightly/, its bits to benchmarks/results/bits.json; commit both. Slower
 cells and other bits are accepted only with a reason, which is kept in the record; other bits are told in
-CHANGELOG.md too. A record with failed tests, soak cases or measurements is not accepted.
+CHANGELOG.md too, from the second release on. A record with failed tests, soak cases or measurements is not
+accepted.
 """
 
 from __future__ import annotations
@@ -63,19 +64,25 @@ def accept(
     harness.write_json(written[0], {key: value for key, value in record.items() if key != "bits"})
     harness.write_json(bits_path, record["bits"])
     if differing:
-        changelog.write_text(with_entry(changelog.read_text(), because, differing))
-        written.append(changelog)
+        before = changelog.read_text()
+        if (after := with_entry(before, because, differing)) != before:
+            changelog.write_text(after)
+            written.append(changelog)
     return written
 
 
 def with_entry(text: str, because: str, differing: Sequence[str]) -> str:
     """A changelog with an entry about changed bits at the top of its newest release.
 
-    Raises ValueError for a changelog without a release.
+    The first release has none: nobody has other bits from a release before it. Raises ValueError for a
+    changelog without a release.
     """
-    head = re.search(r"^## .*\n+", text, re.MULTILINE)
-    if not head:
+    releases = list(re.finditer(r"^## .*\n+", text, re.MULTILINE))
+    if not releases:
         raise ValueError("the changelog has no release")
+    if len(releases) == 1:
+        return text
+    head = releases[0]
     cases = len({line.split(":")[0].split(",")[0] for line in differing})
     noun = "case" if cases == 1 else "cases"
     entry = f"- **The bits change** ({cases} {noun} of `benchmarks/results/bits.json`): {because}\n"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -82,14 +83,24 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--night", type=Path, help="a nightly record.json to put first into the report")
     parser.add_argument("--report", type=Path, default=harness.ROOT / "report.html", help="(report.html)")
     options = parser.parse_args(argv)
-    found = records.committed(options.results)
+    try:
+        found = records.committed(options.results)
+        # A source distribution has none: every table would become "not measured".
+        if not found:
+            raise ValueError(
+                f"there are no records in {options.results}; a checkout has them, or --results FOLDER"
+            )
+        text = filled(options.document.read_text(), found)
+        night = harness.read_json(options.night) if options.night else None
+    except (OSError, ValueError) as error:
+        print(f"publish: {error}; nothing is written", file=sys.stderr)
+        return 1
     try:
         for path in draw(found, options.results):
             print(path)
     except ImportError:
         print("No charts: matplotlib is not installed.")
-    options.document.write_text(filled(options.document.read_text(), found))
-    night = harness.read_json(options.night) if options.night else None
+    options.document.write_text(text)
     report.write(options.report, night, options.results)
     print(f"{options.document}\n{options.report}")
     return 0

@@ -18,8 +18,8 @@ from torch import Tensor
 from dash_flash_attn import flash_attn_func
 from dash_flash_attn.checks import UNORDERED
 from dash_flash_attn.lab.calibrate import auto
-from dash_flash_attn.ops import _deterministic_algorithms
 from dash_flash_attn.schedule import SCHEDULES
+from dash_flash_attn.torch_settings import deterministic_algorithms
 
 from . import harness
 from .harness import Row
@@ -109,7 +109,7 @@ class Flash2:
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """See `Attention`."""
         log_sum_exp, starts_q, starts_k, max_q, max_k, seed, offset, _ = lse
-        with _deterministic_algorithms(deterministic):
+        with deterministic_algorithms(deterministic):
             gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
                 *_heads_first(dout, q, k, v, out), log_sum_exp, starts_q, starts_k, max_q, max_k, 0.0,
                 causal, seed, offset,

@@ -8,10 +8,11 @@ setup.py calls it. It also runs alone, which is the quick way while working on a
 It needs nvcc, ninja and the CUTLASS headers, and neither torch nor setuptools. Everything is kept in
 build/kernels, so that a second call compiles only what changed. Environment variables:
 
-    DASH_JOBS       compilations at a time (default: one a CPU)
-    DASH_SKIP_CUDA  1: build no kernels
-    CUTLASS_PATH    a CUTLASS checkout to use instead of the pinned wheel's headers
-    CUDA_HOME       a CUDA toolkit to use instead of the nvcc on PATH (CUDA_PATH too)
+    DASH_JOBS          compilations at a time (default: one a CPU)
+    DASH_SKIP_CUDA     1: build no kernels
+    DASH_REQUIRE_CUDA  1: where setup.py would build a package without kernels, the build fails
+    CUTLASS_PATH       a CUTLASS checkout to use instead of the pinned wheel's headers
+    CUDA_HOME          a CUDA toolkit to use instead of the nvcc on PATH (CUDA_PATH too)
 """
 
 from __future__ import annotations

@@ -224,8 +224,11 @@ def load_kernels(path: str) -> None:
 def kernels_loaded() -> bool:
     """Whether `load_kernels` has succeeded."""
 
-def resident_ctas(device: int, sm_margin: int = 0) -> int:
-    """How many CTAs a CUDA device runs at the same time, with `sm_margin` SMs left to others.
+def resident_ctas(device: int, sm_margin: int = 0, stream: int = 0) -> int:
+    """How many CTAs a stream of a CUDA device runs at the same time, with `sm_margin` SMs left to others.
+
+    Fewer than the device has SMs if the stream belongs to a green context, or under MPS or MIG. `stream` is the
+    address of a CUDA stream; 0 is the default stream of the context that is current.
 
     RuntimeError with the reason where the device cannot run the kernels.
     """
@@ -249,6 +252,7 @@ def backward(
     dk: _Matrix,
     dv: _Matrix,
     lse: int,
+    dlse: int,
     workspace: int,
     shape: tuple[int, int, int, int, int, int],
     softmax_scale: float,
@@ -269,6 +273,8 @@ def backward(
         q, k, v, out, dout, dq, dk, dv: (address, batch stride, row stride, head stride) of matrices
             (batch, row, head, head_dim); strides in elements, the last dimension contiguous.
         lse: address of the natural log-sum-exp, float32 (batch, heads_q, seqlen_q), contiguous.
+        dlse: address of the gradient of lse, float32 and contiguous in its shape, or 0 for none. What it holds
+            for a query that sees no key (lse = -inf) is ignored.
         workspace: address of `workspace_bytes` bytes, aligned to 256.
         shape: (batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim).
         element: "bf16" or "fp16".
@@ -276,7 +282,8 @@ def backward(
         ordered: whether dQ is summed in the schedule's order; if not, in the order of arrival.
         device, stream: the CUDA device's index and the address of one of its streams.
         sm_margin: SMs left to others.
-        wait_limit_ns: a CTA that waits longer for its turn ends the kernel with an error.
+        wait_limit_ns: a CTA that waits longer for its turn ends the kernel with an error, unless others still
+            got ahead in the second half of the wait.
         prepare: False leaves out the first kernel, which computes the statistics that the second one uses
             up: for timing, since the gradients are wrong then.
 

@@ -24,6 +24,7 @@ from .schedule import SCHEDULES, schedule_name
 BYTES = 256
 SEED = 0
 WARM_UP_STEPS = 5  # not in the tokens a second
+LAST_STEPS = 10  # whose losses are averaged: one batch's is off by 0.1
 DEFAULT_ATTENTION = "torch's default attention"
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v (batch, seqlen, heads, head_dim) -> out
@@ -176,6 +177,7 @@ def compare(name: str, attention: Attention, sizes: Sizes, device: torch.device)
         "different": different,
         "first_loss": first.losses[0].item(),
         "last_loss": first.losses[-1].item(),
+        "mean_last_loss": first.losses[-LAST_STEPS:].mean().item(),
         "tokens_per_second": max(first.tokens_per_second, second.tokens_per_second),
     }
 
@@ -194,7 +196,7 @@ def verdict(result: dict) -> str:
     else:
         differ = ", ".join(f"{n:,} {what}" for what, n in result["different"].items() if n)
         equal = f"NOT EQUAL: {differ} differ"
-    loss = f"loss {result['first_loss']:.3f} -> {result['last_loss']:.3f}"
+    loss = f"loss {result['first_loss']:.3f} -> {result['mean_last_loss']:.3f}"
     return f"  {result['attention']:<26}{loss}{result['tokens_per_second']:>12,.0f} tokens/s  {equal}"
 
 
@@ -204,8 +206,25 @@ def introduction(sizes: Sizes, device: str) -> str:
         f"A causal transformer, {sizes.layers} layers of {sizes.heads} heads of {sizes.head_dim}, learns "
         f"Python's own documentation byte by byte\non {device}: {sizes.steps} steps of {sizes.batch} x "
         f"{sizes.seqlen} bytes, twice from the same seed for each attention.\nCompared: the losses of all "
-        "steps, all weights, all gradients of the last step."
+        "steps, all weights, all gradients of the last step. Shown: the first step's loss, the mean of "
+        f"the last {min(sizes.steps, LAST_STEPS)}."
     )
+
+
+def chosen_device(name: str | None) -> torch.device:
+    """The device of that name, or of none: a GPU where there is one. ValueError where it cannot be used."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name is None:
+        return torch.device("cuda" if gpus else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cuda", "cpu"):
+        raise ValueError(f"cuda, cuda:N or cpu, got {name!r}")
+    if device.type == "cuda" and (device.index or 0) >= gpus:
+        raise ValueError(f"torch sees no GPU {name!r}; it sees {gpus}")
+    return device
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -223,8 +242,10 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         args.schedules = list(SCHEDULES) if args.schedule == "all" else [schedule_name(args.schedule)]
     except ValueError as error:
         parser.error(f"--schedule: {error}")
-    if args.device and args.device.startswith("cuda") and not torch.cuda.is_available():
-        parser.error("--device: torch sees no GPU")
+    try:
+        args.device = chosen_device(args.device)
+    except ValueError as error:
+        parser.error(f"--device: {error}")
     if args.steps is not None and args.steps < 1:
         parser.error(f"--steps: at least 1, got {args.steps}")
     return args
@@ -235,7 +256,7 @@ def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
     # cuBLAS wants it for reproducible products, before its first call.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = args.device
     sizes = ON_GPU if device.type == "cuda" else ON_CPU
     if args.steps is not None:
         sizes = replace(sizes, steps=args.steps)

@@ -31,7 +31,7 @@ def unobserved(*tensors: Tensor) -> bool:
     """Whether an operator's call can go straight to the device's kernel, since nobody else looks at it.
 
     The dispatcher would ask subclasses, modes, transforms, tracers and profilers, and then call the kernel by
-    way of C++: of a small call that is a fifth of its CPU time (docs/performance.md). All tensors that the
+    way of C++: of a small call that is a fifth of its CPU time (docs/experiments.md). All tensors that the
     kernel reads have to be asked: any of them may be something else than its memory.
     """
     if (

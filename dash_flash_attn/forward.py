@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .layout import addressable
+from .torch_settings import unfilled_memory
 
 # None: cuDNN where it can, FlashAttention-2 elsewhere. "cudnn" or "flash": only that one, for measurements.
 BACKEND: str | None = None
@@ -31,7 +32,8 @@ def attention_forward(
     """
     q, k, v = map(addressable, (q, k, v))
     backend = BACKEND or ("cudnn" if cudnn_applies(q, k) else "flash")
-    out, lse = (_cudnn if backend == "cudnn" else _flash)(q, k, v, softmax_scale, causal)
+    with unfilled_memory():
+        out, lse = (_cudnn if backend == "cudnn" else _flash)(q, k, v, softmax_scale, causal)
     blind = q.shape[1] - k.shape[1] if causal else 0
     if blind > 0:
         # The kernels differ in what they leave here: +inf, -inf.

@@ -1,7 +1,8 @@
 """Tensors as the kernels address them."""
 
-import torch
 from torch import Tensor
+
+from .torch_settings import uninitialized_like
 
 
 def addressable(x: Tensor) -> Tensor:
@@ -15,7 +16,7 @@ def addressable(x: Tensor) -> Tensor:
     if element_stride == 1 and in_units and batch_stride and row_stride and head_stride:
         return x
     # contiguous() would hand x back where the odd stride is the one of a dimension of size 1.
-    return x.clone(memory_format=torch.contiguous_format)
+    return uninitialized_like(x).copy_(x)
 
 
 def matrix(x: Tensor) -> tuple[int, int, int, int]:

@@ -5,11 +5,7 @@ rules for torch.autocast, torch.vmap (batching.py) and DTensors (sharding.py). C
 same as calling the public functions, less the checks of options.
 """
 
-import contextlib
 import functools
-import threading
-import warnings
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -21,6 +17,7 @@ from .checks import UNORDERED, alert_unordered, check_gradient_tensors, check_sc
 from .dispatch import autocast, is_constant, unobserved
 from .forward import attention_forward
 from .layout import addressable, matrix
+from .torch_settings import deterministic_algorithms, unfilled_memory, uninitialized, uninitialized_like
 
 # A CTA that waits this long for its turn ends the kernel with an error instead of hanging the job.
 WAIT_LIMIT_NS = 10_000_000_000
@@ -56,10 +53,10 @@ def auto_schedule(
 
     A function of the shape of one batch entry, since the bits depend on it.
     """
-    if not causal:
-        return "shift"
     groups = heads_q > heads_k
     grid = _native.call_grid(seqlen_q, seqlen_k, heads_q, heads_k, head_dim, causal)
+    if not causal:
+        return "descending" if _cycles_leave_ctas_over(grid, heads_k, groups) else "shift"
     # Chains that wait in line are near each other's query tiles, which then stay in the L2 cache, in all
     # heads of a group. But the last one starts late, by a reduction for each before it: there must be enough
     # to do after that.
@@ -83,6 +80,18 @@ def auto_schedule(
     steps = max(parts) * grid.q_tiles()
     fills = _native.SymmetricShift(grid).fills() and 8 * len(parts) <= steps
     return "symmetric_shift" if fills else "shift"
+
+
+def _cycles_leave_ctas_over(grid: _native.TileGrid, heads_k: int, groups: bool) -> bool:
+    """Whether chains in line, without a mask, are the better choice than the cycles of shift.
+
+    A side of the L2 cache has 66 CTAs. A cycle of 34 to about 60 chains leaves the others without a whole
+    cycle, and they stall. Chains in line need none, but enough work behind the line's start
+    (docs/schedules.md, "auto").
+    """
+    work_behind_the_start = grid.q_tiles() >= grid.kv_tiles() and heads_k >= 8
+    cycle = _native.Shift(grid).resident_ctas_needed()
+    return work_behind_the_start and 34 <= cycle <= (56 if groups else 60)
 
 
 def _empty_forward(q: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,6 +124,7 @@ def _forward_cuda(q, k, v, softmax_scale, causal, schedule="auto", sm_margin=0, 
     check_tensors(q, k, v)
     if q.numel() == 0 or k.numel() == 0:
         return _empty_forward(q)
+    kernels.falls_back(q.device.index)  # to be told of before anything runs, not in the first backward
     softmax_scale = _whole_scale(softmax_scale, scale_factor)
     if softmax_scale < 0:  # kernels take the greatest product for the greatest score
         q, softmax_scale = -q, -softmax_scale
@@ -159,23 +169,20 @@ def _backward_cuda(
     ordered = schedule != UNORDERED
     device = q.device
     index = device.index
-    if reason := kernels.unusable(index):
-        _warn_once(reason)
-        if dlse is not None:
-            raise NotImplementedError("lse: its gradient needs the package's own kernels or the CPU")
-        return _backward_flash2(dout, q, k, v, out, lse, softmax_scale, causal, ordered)
+    if kernels.falls_back(index):
+        return _backward_flash2(dout, q, k, v, out, lse, softmax_scale, causal, ordered, dlse)
     if schedule in ("auto", UNORDERED):
         schedule = auto_schedule(seqlen_q, seqlen_k, heads_q, heads_k, head_dim, causal)
-    q, k, v, out, dout = map(addressable, (q, k, v, out, dout))
-    lse = lse.contiguous()
-    if dlse is not None:
-        dlse = _of_visible_rows(dlse, seqlen_q - seqlen_k if causal else 0)
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     workspace_bytes = _native.workspace_bytes(
         batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim, causal, schedule
     )
-    workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
     with torch.cuda.device(index):
+        q, k, v, out, dout = map(addressable, (q, k, v, out, dout))
+        lse = lse.contiguous()
+        if dlse is not None:
+            dlse = dlse.contiguous()
+        dq, dk, dv = map(uninitialized_like, (q, k, v))
+        workspace = uninitialized((workspace_bytes,), torch.uint8, device)
         _native.backward(
             *map(matrix, (q, k, v, out, dout, dq, dk, dv)),
             lse.data_ptr(),
@@ -195,18 +202,6 @@ def _backward_cuda(
     return dq, dk, dv
 
 
-def _of_visible_rows(dlse, blind):
-    """dlse, contiguous, and 0 in the first `blind` queries, which see no key.
-
-    lse is -inf there, so its gradient has no meaning and may be infinite, which would make NaN of the others.
-    """
-    if blind <= 0:
-        return dlse.contiguous()
-    dlse = dlse.clone(memory_format=torch.contiguous_format)
-    dlse[:, :, :blind] = 0
-    return dlse
-
-
 def _backward_fake(
     dout, q, k, v, out, lse, softmax_scale, causal, schedule, sm_margin, dlse=None, scale_factor=None
 ):
@@ -214,44 +209,32 @@ def _backward_fake(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _backward_flash2(dout, q, k, v, out, lse, softmax_scale, causal, deterministic):
+def _backward_flash2(dout, q, k, v, out, lse, softmax_scale, causal, deterministic, dlse):
     """torch's own FlashAttention-2 backward, for GPUs without our kernels."""
-    q, k, v, out, dout = map(addressable, (q, k, v, out, dout))
+    blind = lse == -torch.inf
     # It expects +inf where a query sees no key.
-    lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+    lse = lse.masked_fill(blind, torch.inf)
     unused = torch.empty(0, dtype=torch.int64, device=q.device)  # the random state of a dropout
-    with torch.cuda.device(q.device), _deterministic_algorithms(deterministic):
+
+    def gradients_for(dout, v, out):
+        dout, v, out = map(addressable, (dout, v, out))
         gradients = torch.ops.aten._flash_attention_backward(
             dout, q, k, v, out, lse, None, None, q.shape[1], k.shape[1], 0.0, causal, unused, unused,
             scale=softmax_scale,
         )  # fmt: skip
-        return tuple(x.contiguous() for x in gradients)
+        return [x.contiguous() for x in gradients]
 
-
-# The setting is the process's, and autograd runs a thread for each device.
-_setting_determinism = threading.Lock()
-
-
-@contextlib.contextmanager
-def _deterministic_algorithms(enabled: bool) -> Iterator[None]:
-    """torch.use_deterministic_algorithms(enabled) for a block, and what was set before after it."""
-    with _setting_determinism:
-        before = torch.are_deterministic_algorithms_enabled()
-        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(before, warn_only=warn_only)
-
-
-@functools.cache
-def _warn_once(reason: str) -> None:
-    warnings.warn(
-        f"dash_flash_attn: {reason}; using torch's FlashAttention-2 backward, where schedule and sm_margin "
-        "have no meaning",
-        stacklevel=2,
-    )
+    with torch.cuda.device(q.device), deterministic_algorithms(deterministic), unfilled_memory():
+        q, k = map(addressable, (q, k))
+        dq, dk, dv = gradients_for(dout, v, out)
+        if dlse is not None:
+            # It knows none of lse: dQ lacks scale * dlse * P K, which is an attention with K for V, and dK
+            # lacks scale * P^T (dlse Q), which is what dV is to an output's gradient of dlse Q.
+            factor = (softmax_scale * dlse.masked_fill(blind, 0.0)).transpose(1, 2).unsqueeze(-1)
+            keys, _ = attention_forward(q, k, k, softmax_scale, causal)
+            dq += (factor * keys).to(q.dtype)
+            dk += gradients_for((factor * q).to(q.dtype), v, out)[2]
+    return dq, dk, dv
 
 
 class _Attention(torch.autograd.Function):

@@ -1,6 +1,7 @@
 """What the build made: the compiler's report on every kernel, the library's interface, the commands."""
 
 import ast
+import contextlib
 import itertools
 import os
 import re
@@ -14,7 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dash_flash_attn import _native, info, kernels
+import dash_flash_attn
+from dash_flash_attn import _native, info, kernels, ops
 
 ROOT = Path(__file__).resolve().parent.parent
 INSTANCES = {
@@ -141,6 +143,12 @@ def test_info_names_versions_and_the_reason():
     assert (verdict == "yes") == (info.unusable() is None)
 
 
+def test_version():
+    done = run_module("--version")
+    assert done.returncode == 0
+    assert done.stdout == f"dash_flash_attn {dash_flash_attn.__version__}\n"
+
+
 def test_unknown_commands_are_refused():
     done = run_module("train")
     assert done.returncode == 2
@@ -154,18 +162,104 @@ def build(**environment):
     )  # fmt: skip
 
 
-def test_the_build_says_why_it_builds_no_kernels(tmp_path):
+@pytest.fixture
+def old_toolkit(tmp_path):
+    """$CUDA_HOME with an nvcc that cannot build the kernels."""
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.3, V12.3.107'\n")
+    nvcc.chmod(0o755)
+    return str(tmp_path)
+
+
+def test_the_build_says_why_it_builds_no_kernels(old_toolkit):
     done = build(DASH_SKIP_CUDA="1")
     assert done.returncode == 1
     assert done.stderr == "kernels not built: DASH_SKIP_CUDA=1\n"
 
-    old = tmp_path / "bin" / "nvcc"
-    old.parent.mkdir()
-    old.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.3, V12.3.107'\n")
-    old.chmod(0o755)
-    done = build(CUDA_HOME=str(tmp_path), DASH_SKIP_CUDA="0")
+    done = build(CUDA_HOME=old_toolkit, DASH_SKIP_CUDA="0")
     assert done.returncode == 1
     assert done.stderr.endswith("is version 12.3.107, and 12.4 is the oldest that can build them\n")
+
+
+@pytest.mark.parametrize("skip", ["0", "1"])
+def test_a_build_that_requires_kernels_fails_without_them(old_toolkit, skip, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "setup.py", "-q", "build", "--build-base", tmp_path / "built"],
+        capture_output=True, text=True, cwd=ROOT,
+        env=os.environ | {"DASH_REQUIRE_CUDA": "1", "DASH_SKIP_CUDA": skip, "CUDA_HOME": old_toolkit},
+    )  # fmt: skip
+    assert done.returncode == 1
+    reason = "DASH_SKIP_CUDA=1" if skip == "1" else "is version 12.3.107"
+    assert re.search(rf"DASH_REQUIRE_CUDA=1, and there can be no kernels: .*{reason}", done.stderr)
+    assert not list(tmp_path.glob("built/**/*.so")), "it was found out after a build of minutes"
+
+
+HOPPER, AMPERE = (9, 0), (8, 0)
+
+
+@pytest.fixture
+def gpu_without_kernels(monkeypatch, tmp_path):
+    """A function that makes torch see a GPU of a compute capability, and takes the kernel library away."""
+
+    def pretend(capability):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU of a test")
+
+    # The forward that follows is torch's, which this machine need not have.
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(ops, "attention_forward", lambda q, *_: (q, None))
+    monkeypatch.setattr(kernels, "LIBRARY", tmp_path / "missing.so")
+    monkeypatch.delenv("DASH_STRICT", raising=False)
+    caches = (kernels.not_loaded, kernels.unusable, kernels.falls_back)
+    for cached in caches:
+        cached.cache_clear()
+    yield pretend
+    for cached in caches:
+        cached.cache_clear()
+
+
+def call_cuda():
+    x = torch.ones(1, 8, 2, 64, dtype=torch.bfloat16)
+    return ops._forward_cuda(x, x, x, 0.1, True)
+
+
+def told_in_three_calls(recwarn):
+    """The text of the only warning."""
+    for _ in range(3):
+        call_cuda()
+    (warning,) = recwarn
+    return str(warning.message)
+
+
+def test_hopper_without_kernels_is_told_once_what_it_costs(gpu_without_kernels, recwarn):
+    gpu_without_kernels(HOPPER)
+    text = told_in_three_calls(recwarn)
+    assert "the package was built without its kernels" in text
+    assert kernels.FALLBACK_COSTS.upper() in text and "GPU of a test" in text and "DASH_STRICT=1" in text
+    assert kernels.FALLBACK_COSTS in (ROOT / "README.md").read_text()
+
+
+def test_another_gpu_without_kernels_is_told_once(gpu_without_kernels, recwarn):
+    gpu_without_kernels(AMPERE)
+    text = told_in_three_calls(recwarn)
+    assert "compute capability 8.0" in text and "FlashAttention-2" in text
+    assert kernels.FALLBACK_COSTS.upper() not in text  # measured on a Hopper GPU
+
+
+@pytest.mark.parametrize("capability", [HOPPER, AMPERE])
+def test_strict_is_an_error_before_anything_runs(gpu_without_kernels, capability, monkeypatch):
+    gpu_without_kernels(capability)
+    monkeypatch.setenv("DASH_STRICT", "1")
+    ran = []
+    monkeypatch.setattr(ops, "attention_forward", lambda *_: ran.append("forward"))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="DASH_STRICT=1"):
+            call_cuda()
+        x = torch.ones(1, 8, 2, 64, dtype=torch.bfloat16)
+        with pytest.raises(RuntimeError, match="DASH_STRICT=1"):
+            ops._backward_cuda(x, x, x, x, x, torch.zeros(1, 2, 8), 0.1, True, "auto", True, 0)
+    assert not ran
 
 
 def test_source_distribution_and_wheel_without_cuda(tmp_path):

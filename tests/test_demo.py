@@ -68,9 +68,29 @@ def test_one_bit_counts() -> None:
     assert demo.differing(x, x.nextafter(torch.tensor(torch.inf))) == 3
 
 
-@pytest.mark.parametrize("argv", [["--schedule", "best"], ["--steps", "0"], ["--device", "cuda"]])
+def test_shows_the_mean_of_the_last_losses(capsys: pytest.CaptureFixture, monkeypatch) -> None:
+    losses = torch.arange(30.0, 0.0, -1.0)
+    run = demo.Run(losses, {}, {}, 1.0)
+    monkeypatch.setattr(demo, "train", lambda *_: run)
+    row = demo.compare("shift", demo.scheduled("shift"), TINY, CPU)
+    assert (row["first_loss"], row["last_loss"], row["mean_last_loss"]) == (30.0, 1.0, 5.5)
+    assert "loss 30.000 -> 5.500" in demo.verdict(row)
+    assert "mean of the last 10." in demo.introduction(demo.ON_GPU, "a GPU")
+    assert "mean of the last 4." in demo.introduction(TINY, "the CPU")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--schedule", "best"],
+        ["--steps", "0"],
+        *(["--device", name] for name in ("cuda", "cuda:1", "foo", "meta", "cuda:x", "")),
+    ],
+)
 def test_bad_arguments(argv: list[str], capsys: pytest.CaptureFixture, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as stop:
         demo.main(argv)
-    assert stop.value.code == 2 and argv[0] in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and argv[0] in error.splitlines()[-1]
+    assert "Traceback" not in error

@@ -847,6 +847,15 @@ def test_other_bits_need_a_reason_and_the_changelog_tells_it(shelf):
     assert json.loads(shelf["bits_path"].read_text()) == other["bits"]
 
 
+def test_bits_before_the_first_release_are_no_change(shelf):
+    first = "# Changelog\n\n## 0.1.0 (unreleased)\n\n- Attention.\n"
+    shelf["changelog"].write_text(first)
+    harness.write_json(shelf["bits_path"], ACCEPTED_BITS)
+    written = accept.accept(judged(night(found={"case": hashes(dq="8")})), "dQ is scaled earlier.", **shelf)
+    assert shelf["changelog"] not in written and shelf["changelog"].read_text() == first
+    assert json.loads(written[0].read_text())["accepted_because"] == "dQ is scaled earlier."
+
+
 def test_slower_cells_need_a_reason_too(shelf):
     slower = judged(night([row("auto", 300.0), row("shift", 390.0)]))
     with pytest.raises(accept.NotAcceptable, match="25.0% slower"):
@@ -1082,6 +1091,29 @@ def test_a_report_without_matplotlib_has_its_tables(tmp_path, monkeypatch):
     text = report.build(None, results_folder(tmp_path))
     assert "Without matplotlib the report has no charts." in text and "<img" not in text
     assert "3.0 (1.5000)" in text
+
+
+def test_publish_overwrites_nothing_where_it_has_nothing(tmp_path, capsys):
+    document, page = tmp_path / "page.md", tmp_path / "report.html"
+    text = "<!-- measured: memory -->\nmeasured\n<!-- /measured -->\n"
+    document.write_text(text)
+    empty = tmp_path / "source distribution"
+    empty.mkdir()
+    results = results_folder(tmp_path / "results")
+    before = sorted(results.iterdir())
+    missing = tmp_path / "missing"
+    for folder, made_from, night_record, why in (
+        (empty, document, None, "no records"),
+        (missing, document, None, "no records"),
+        (results, missing, None, "missing"),
+        (results, document, missing, "missing"),
+    ):
+        arguments = ["--results", str(folder), "--document", str(made_from), "--report", str(page)]
+        assert publish.main([*arguments, *(["--night", str(night_record)] if night_record else [])]) == 1
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and why in error
+    assert document.read_text() == text and not page.exists()
+    assert sorted(results.iterdir()) == before and not list(empty.iterdir())
 
 
 def test_publish_writes_charts_document_and_report(tmp_path, capsys):

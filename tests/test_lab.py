@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import re
 import subprocess
 import sys
 import time
@@ -864,10 +865,31 @@ def test_command_names_what_does_not_fit(tmp_path):
         assert wrong.returncode == 2 and "expected one number or two, got 3" in wrong.stderr
 
 
+def test_command_says_that_it_cannot_write(tmp_path):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("rich")
+    file = tmp_path / "file"
+    file.write_text("kept")
+    for out in (file, file / "folder"):
+        done = run_lab("--tiles", "2", "--heads", "1", "--out", str(out))
+        assert done.returncode == 1
+        assert done.stderr.startswith("lab: --out: ") and done.stderr.count("\n") == 1
+    assert file.read_text() == "kept"
+
+
 def test_command_explains():
     done = run_lab("explain", "--batch", "2", "--seqlen", "1024", "--heads", "16", "4", "--mask", "causal")
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{explain(2, 1024, 1024, 16, 4, 128, causal=True)}\n"
+
+
+def test_command_explains_what_the_limits_say():
+    """docs/limits.md, "Fewer than 128 SMs", cites a command and says that shift is the faster one by it."""
+    limits = RESULTS.parent.parent / "docs" / "limits.md"
+    (line,) = [line for line in limits.read_text().splitlines() if " lab explain " in line]
+    done = run_lab(*line.partition(" lab ")[2].split())
+    assert done.returncode == 0, done.stderr
+    assert re.search('"auto" is symmetric_shift .* shift, is predicted to be .* faster', done.stdout)
 
 
 def test_an_sm_that_drains_claims_after_its_last_reduction():
@@ -1027,6 +1049,9 @@ def test_command_calibrates_from_a_record(tmp_path):
     assert result["environment"] == record["environment"] and len(result["rows"]) == 8
     assert result["costs_us"]["128"]["compute"] == pytest.approx(costs.compute, rel=0.05)
     assert "Rank correlation: mean" in done.stdout and "d 128 causal 512" in done.stdout
+    failed = run_lab("calibrate", "--record", str(given), "--out", str(given / "out.json"))
+    assert failed.returncode == 1
+    assert failed.stderr.startswith("lab calibrate: --out: ") and failed.stderr.count("\n") == 1
     # What it writes is a record too, of the same times.
     timings, sms, _ = calibrate.read_record(out)
     assert (timings, sms) == calibrate.read_record(given)[:2]

@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dash_flash_attn import _native
+from dash_flash_attn.ops import auto_schedule
 from dash_flash_attn.schedule import SCHEDULES, Schedule, make_policy, schedule_name
 
 LARGEST_GROUP = 64  # KV tiles that may rotate together: all of them must be resident
@@ -536,3 +537,25 @@ def test_groups_are_cut_where_it_was_measured_to_pay():
         assert parts_of(16, 2, 2048, 128, schedule=name) == [1] * 8
         whole = name in ("naive", "descending")
         assert parts_of(32, 8, 16384, 128, schedule=name) == ([4] if whole else [2, 2])
+
+
+@pytest.mark.parametrize(
+    ("seqlens", "heads", "head_dim", "schedule"),
+    [
+        ((4096, 4096), (16, 16), 128, "shift"),  # cycles of 32
+        ((4250, 4250), (16, 16), 128, "descending"),  # of 34: 32 CTAs of a side would be left over
+        ((4250, 4250), (32, 8), 128, "descending"),
+        ((4250, 4250), (24, 24), 64, "descending"),
+        ((4250, 4250), (2, 2), 128, "shift"),  # too few heads
+        ((4700, 4700), (28, 4), 128, "shift"),  # too few KV heads
+        ((7650, 7650), (16, 16), 128, "descending"),  # of 60
+        ((7650, 7650), (32, 8), 128, "shift"),
+        ((8192, 8192), (16, 16), 128, "shift"),  # of 64
+        ((12288, 12288), (32, 8), 128, "descending"),  # of 48, twice
+        ((1500, 5000), (16, 16), 128, "shift"),  # fewer query tiles than KV tiles
+        ((9000, 4700), (32, 32), 64, "descending"),
+    ],
+)
+def test_auto_without_a_mask_as_measured(seqlens, heads, head_dim, schedule):
+    """docs/schedules.md, "auto", has the times."""
+    assert auto_schedule(*seqlens, *heads, head_dim, False) == schedule

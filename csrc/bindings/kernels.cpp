@@ -27,7 +27,7 @@ MatrixView view(Matrix const& m) {
 }
 
 void backward(Matrix const& q, Matrix const& k, Matrix const& v, Matrix const& out, Matrix const& dout,
-              Matrix const& dq, Matrix const& dk, Matrix const& dv, uintptr_t lse, uintptr_t workspace,
+              Matrix const& dq, Matrix const& dk, Matrix const& dv, uintptr_t lse, uintptr_t dlse, uintptr_t workspace,
               Shape const& shape, float softmax_scale, bool causal, std::string const& element,
               std::string const& schedule, bool ordered, int device, int sm_margin, uint64_t wait_limit_ns,
               uintptr_t stream, bool prepare) {
@@ -41,6 +41,7 @@ void backward(Matrix const& q, Matrix const& k, Matrix const& v, Matrix const& o
     p.dk = view(dk);
     p.dv = view(dv);
     p.lse = reinterpret_cast<float const*>(lse);
+    p.dlse = reinterpret_cast<float const*>(dlse);
     p.workspace = reinterpret_cast<void*>(workspace);
     std::tie(p.batch, p.seqlen_q, p.seqlen_k, p.heads_q, p.heads_k, p.head_dim) = shape;
     p.softmax_scale = softmax_scale;
@@ -65,11 +66,11 @@ void backward(Matrix const& q, Matrix const& k, Matrix const& v, Matrix const& o
     if (error != 0) throw std::runtime_error(message);
 }
 
-int resident_ctas(int device, int sm_margin) {
+int resident_ctas(int device, int sm_margin, uintptr_t stream) {
     KernelLibrary const& library = KernelLibrary::instance();
     library.require_open();
     char message[512] = "";
-    int const ctas = library.resident_ctas(device, sm_margin, message, sizeof message);
+    int const ctas = library.resident_ctas(device, reinterpret_cast<void*>(stream), sm_margin, message, sizeof message);
     if (ctas < 0) throw std::runtime_error(message);
     return ctas;
 }
@@ -88,11 +89,11 @@ std::optional<std::string> stuck_report() {
 void bind_kernels(py::module_& m) {
     m.def("load_kernels", [](std::string const& path) { KernelLibrary::instance().open(path); }, "path"_a);
     m.def("kernels_loaded", [] { return KernelLibrary::instance().is_open(); });
-    m.def("resident_ctas", &resident_ctas, "device"_a, "sm_margin"_a = 0);
+    m.def("resident_ctas", &resident_ctas, "device"_a, "sm_margin"_a = 0, "stream"_a = 0);
     m.def("stuck_report", &stuck_report);
-    m.def("backward", &backward, "q"_a, "k"_a, "v"_a, "out"_a, "dout"_a, "dq"_a, "dk"_a, "dv"_a, "lse"_a, "workspace"_a,
-          "shape"_a, "softmax_scale"_a, "causal"_a, "element"_a, "schedule"_a, "ordered"_a, "device"_a, "sm_margin"_a,
-          "wait_limit_ns"_a, "stream"_a, py::kw_only(), "prepare"_a = true);
+    m.def("backward", &backward, "q"_a, "k"_a, "v"_a, "out"_a, "dout"_a, "dq"_a, "dk"_a, "dv"_a, "lse"_a, "dlse"_a,
+          "workspace"_a, "shape"_a, "softmax_scale"_a, "causal"_a, "element"_a, "schedule"_a, "ordered"_a, "device"_a,
+          "sm_margin"_a, "wait_limit_ns"_a, "stream"_a, py::kw_only(), "prepare"_a = true);
 }
 
 }  // namespace dash::bindings

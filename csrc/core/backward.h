@@ -26,6 +26,7 @@ struct BackwardParams {
     MatrixView q, k, v, out, dout;  // inputs
     MatrixView dq, dk, dv;          // outputs, written completely
     float const* lse;               // (batch, heads_q, seqlen_q), natural logarithm, contiguous
+    float const* dlse;              // the gradient of lse, in its shape, or null; ignored where lse is -inf
     void* workspace;  // workspace_layout(params).bytes bytes, aligned to kWorkspaceAlignment; need not be cleared
 
     int32_t batch;
@@ -40,7 +41,7 @@ struct BackwardParams {
 
     int32_t device;
     int32_t sm_margin;       // SMs left to others
-    uint64_t wait_limit_ns;  // a CTA that waits longer for its turn traps
+    uint64_t wait_limit_ns;  // a CTA that waits longer for its turn, while nobody else gets ahead either, traps
     void* stream;            // cudaStream_t
 };
 
@@ -54,8 +55,9 @@ extern "C" {
 int dash_backward_prepare(dash::BackwardParams const* params, char* message, size_t message_size);
 // The main kernel; prepare comes first on the same stream.
 int dash_backward_run(dash::BackwardParams const* params, char* message, size_t message_size);
-// The number of CTAs that can be resident on a device, or -1: the bound for cyclic schedules.
-int dash_resident_ctas(int device, int sm_margin, char* message, size_t message_size);
+// The number of CTAs of a stream (a cudaStream_t) that can be resident at the same time, or -1: the bound for cyclic
+// schedules. Fewer than the device has SMs in a green context, under MPS and on a MIG device.
+int dash_resident_ctas(int device, void* stream, int sm_margin, char* message, size_t message_size);
 // 1, with a text, if a CTA ran into wait_limit_ns since the library was loaded; else 0. Works after the trap.
 int dash_stuck_report(char* message, size_t message_size);
 }

@@ -12,7 +12,7 @@
 namespace dash {
 
 // How many query tiles, over all its query heads, a chain must keep when a group is cut into parts, since every part
-// pays for a sum of dK and dV. Measured on H200 (docs/performance.md). Fewer where SMs would be idle otherwise than
+// pays for a sum of dK and dV. Measured on H200 (docs/experiments.md). Fewer where SMs would be idle otherwise than
 // where the cut serves the L2 cache, which at head dimension 64 has half as many bytes to hold.
 constexpr int kShortestPart = 32;
 constexpr int shortest_part_for_cache(int head_dim) { return head_dim == 64 ? 256 : 128; }

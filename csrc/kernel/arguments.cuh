@@ -33,16 +33,18 @@ struct KernelArguments {
     int cycle_ctas;        // how many must run at the same time
     bool ordered;
     float scale;
-    float scale_log2;  // scale * log2(e)
-    uint64_t wait_limit_ns;
-    StuckReport* stuck;
+    float scale_log2;     // scale * log2(e)
+    uint32_t wait_limit;  // see Patience
+    StuckSlot* stuck;
 
     float const* lse;
+    float const* dlse;        // or null
     unsigned char* measured;  // a place of nobody: see kernel/l2_sides.cuh
     int pages;                // that sums of dQ lie in; 0: their sides do not matter
     unsigned char const* page_sides;
     float* dkv_sum;
-    uint32_t* dq_tickets;
+    uint32_t* dq_tickets;    // the first of all counters
+    uint32_t counter_words;  // of all that follow
     uint32_t* dkv_tickets;
     uint32_t* seats;              // CTAs on each side, and whether side 1 is open
     uint32_t* claims;             // of each side

@@ -6,7 +6,10 @@
 #include <exception>
 
 #include "../core/workspace.h"
+#include "errors.cuh"
 #include "launch.cuh"
+#include "multiprocessors.cuh"
+#include "ordering.cuh"
 #include "prepare.cuh"
 #include "tensor_maps.cuh"
 
@@ -63,12 +66,6 @@ int cycle_ctas(BackwardParams const& p, schedule::TileGrid const& grid) {
     return with_policy(p.schedule, grid, [](auto const& policy) { return policy.resident_ctas_needed(); });
 }
 
-void check(cudaError_t status, char const* what) {
-    if (status == cudaSuccess) return;
-    cudaGetLastError();  // or the next caller of the runtime, who has nothing to do with it, is told of it
-    throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status));
-}
-
 // Runs `f`; what it throws becomes a message and a return code.
 template <class F>
 int guarded(char* message, size_t size, F&& f) {
@@ -80,42 +77,62 @@ int guarded(char* message, size_t size, F&& f) {
     }
 }
 
-int multiprocessors(int device) {
-    int count = 0;
-    check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "device");
-    return count;
-}
+// Makes a device the current one for a scope. Where it is already nothing is set, which would take a green context of
+// the caller down.
+class CurrentDevice {
+  public:
+    explicit CurrentDevice(int device) : device_(device) {
+        check(cudaGetDevice(&before_), "device");
+        if (device_ != before_) check(cudaSetDevice(device_), "device");
+    }
+    ~CurrentDevice() {
+        if (device_ != before_) cudaSetDevice(before_);
+    }
+    CurrentDevice(CurrentDevice const&) = delete;
+    CurrentDevice& operator=(CurrentDevice const&) = delete;
 
-int resident_ctas(int device, int sm_margin) {
-    int const sms = multiprocessors(device);
+  private:
+    int device_, before_ = 0;
+};
+
+int resident_ctas(int device, void* stream, int sm_margin) {
+    int const sms = multiprocessors(device, static_cast<cudaStream_t>(stream));
     if (sm_margin < 0 || sm_margin >= sms)
         throw std::invalid_argument("sm_margin: " + std::to_string(sm_margin) + " is not in [0, " +
-                                    std::to_string(sms) + "), the device's multiprocessors");
+                                    std::to_string(sms) + "), the multiprocessors that the stream can use");
     return sms - sm_margin;
 }
 
-// Lives in host memory, so that it can be read after a trap has taken the context down. Null before the
-// first launch.
-std::atomic<StuckReport*> the_stuck_report{nullptr};
+// Of each device. They live in host memory, so that they can be read after a trap has taken the context down.
+struct StuckSlots {
+    StuckSlot* first;
+    int count;
 
-StuckReport* stuck_report() {
-    static StuckReport* const report = [] {
+    StuckSlots() {
+        check(cudaGetDeviceCount(&count), "devices");
+        size_t const bytes = count * sizeof(StuckSlot);
         // The first call of a process may be captured into a graph, during which memory is allocated in this mode only.
         cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
         check(cudaThreadExchangeStreamCaptureMode(&mode), "stream capture mode");
         void* memory = nullptr;
-        cudaError_t const status =
-            cudaHostAlloc(&memory, sizeof(StuckReport), cudaHostAllocPortable | cudaHostAllocMapped);
+        cudaError_t const status = cudaHostAlloc(&memory, bytes, cudaHostAllocPortable | cudaHostAllocMapped);
         check(cudaThreadExchangeStreamCaptureMode(&mode), "stream capture mode");
         check(status, "memory for reports");
-        the_stuck_report = new (memory) StuckReport{};
-        return the_stuck_report.load();
-    }();
-    return report;
+        first = new (memory) StuckSlot[count]{};
+    }
+};
+
+// Null before the first launch.
+std::atomic<StuckSlots const*> the_stuck_slots{nullptr};
+
+StuckSlot* stuck_slot(int device) {
+    static StuckSlots const slots;
+    the_stuck_slots = &slots;
+    return slots.first + device;
 }
 
-// What can be refused is refused here, before the first launch.
-void validate(BackwardParams const& p) {
+// Returns how many CTAs can be resident. What can be refused is refused here, before the first launch.
+int validate(BackwardParams const& p) {
     with_types(p, [&](auto element, auto head_dim) {
         return launcher_for<decltype(element), head_dim>(p.schedule) != nullptr;
     });
@@ -125,14 +142,15 @@ void validate(BackwardParams const& p) {
         throw std::invalid_argument("batch * heads * KV tiles: " + std::to_string(chains) + " is 2^30 or more");
     if (p.batch > 65535) throw std::invalid_argument("batch: " + std::to_string(p.batch) + " is above 65535");
     if (p.heads_q > 65535) throw std::invalid_argument("heads: " + std::to_string(p.heads_q) + " is above 65535");
-    int const resident = resident_ctas(p.device, p.sm_margin);
+    int const resident = resident_ctas(p.device, p.stream, p.sm_margin);
     int const needed = cycle_ctas(p, grid);
     if (needed > resident)
         throw std::invalid_argument("schedule: its cycles of " + std::to_string(needed) +
-                                    " KV tiles need as many multiprocessors, and there are " +
+                                    " KV tiles need as many multiprocessors, and the stream has " +
                                     std::to_string(resident) +
                                     " after sm_margin; \"naive\", \"descending\" and, under a causal mask with as many "
                                     "queries as keys, \"shift\" run on any number");
+    return resident;
 }
 
 struct WorkspacePointers {
@@ -163,16 +181,17 @@ struct WorkspacePointers {
     }
 };
 
-int sides_of(BackwardParams const& p, schedule::TileGrid const& grid) {
+int sides_of(BackwardParams const& p, schedule::TileGrid const& grid, int resident) {
+    int const sms = multiprocessors(p.device);
     int const ways = with_policy(p.schedule, grid, [](auto const& policy) { return policy.ways(); });
     return l2_sides(int64_t(p.batch) * p.heads_k, group_parts(p, grid).count, grid, ways, cycle_ctas(p, grid),
-                    ctas_a_side(multiprocessors(p.device), p.sm_margin));
+                    ctas_a_side(sms, sms - resident));
 }
 
 int prepare(BackwardParams const& p) {
-    validate(p);
-    check(cudaSetDevice(p.device), "device");
-    stuck_report();  // fails, if it does, before the first launch
+    CurrentDevice const current(p.device);
+    int const resident = validate(p);
+    stuck_slot(p.device);  // fails, if it does, before the first launch
     WorkspaceLayout const layout = workspace_layout(p);
     WorkspacePointers const workspace(p, layout);
     schedule::TileGrid const grid = tile_grid(p);
@@ -181,7 +200,7 @@ int prepare(BackwardParams const& p) {
     args.counter_words = layout.counters;
     args.dq_sums = reinterpret_cast<float4*>(workspace.dq_sum);
     if (!p.ordered) args.quads_to_clear = (layout.dkv_sum - layout.dq_sum) / 16;
-    if (sides_of(p, grid) > 1) {
+    if (sides_of(p, grid, resident) > 1) {
         args.measured = workspace.measured;
         args.page_sides = workspace.page_sides;
         args.pages = workspace.pages(int64_t(p.batch) * p.heads_q / 2 * grid.q_tiles());
@@ -208,8 +227,8 @@ int prepare(BackwardParams const& p) {
 }
 
 int run(BackwardParams const& p) {
-    validate(p);
-    check(cudaSetDevice(p.device), "device");
+    CurrentDevice const current(p.device);
+    int const resident = validate(p);
     WorkspaceLayout const layout = workspace_layout(p);
     WorkspacePointers const workspace(p, layout);
     TileShape const shape = tile_shape(p.head_dim);
@@ -240,8 +259,7 @@ int run(BackwardParams const& p) {
     args.heads_q = p.heads_q;
     args.heads_k = p.heads_k;
     args.parts = group_parts(p, args.grid);
-    int const sides = args.sides = sides_of(p, args.grid);
-    int const resident = resident_ctas(p.device, p.sm_margin);
+    int const sides = args.sides = sides_of(p, args.grid, resident);
     args.grid = issued_on(sides, resident, args.grid);
     args.chain_heads = p.batch * p.heads_k * args.parts.count / sides;
     args.chains = args.chain_heads * args.grid.kv_tiles();
@@ -256,11 +274,13 @@ int run(BackwardParams const& p) {
     args.ordered = p.ordered != 0;
     args.scale = p.softmax_scale;
     args.scale_log2 = p.softmax_scale * kLog2e;
-    args.wait_limit_ns = p.wait_limit_ns;
-    args.stuck = stuck_report();
+    args.wait_limit = patience_limit(p.wait_limit_ns);
+    args.stuck = stuck_slot(p.device);
     args.lse = p.lse;
+    args.dlse = p.dlse;
     args.dkv_sum = workspace.dkv_sum;
     args.dq_tickets = workspace.dq_tickets;
+    args.counter_words = uint32_t(layout.counters);
     args.dkv_tickets = workspace.dkv_tickets;
     args.seats = workspace.seats;
     args.claims = workspace.claims;
@@ -289,15 +309,22 @@ DASH_EXPORT int dash_backward_run(dash::BackwardParams const* params, char* mess
     return dash::guarded(message, message_size, [&] { return dash::run(*params); });
 }
 
-DASH_EXPORT int dash_resident_ctas(int device, int sm_margin, char* message, size_t message_size) {
-    return dash::guarded(message, message_size, [&] { return dash::resident_ctas(device, sm_margin); });
+DASH_EXPORT int dash_resident_ctas(int device, void* stream, int sm_margin, char* message, size_t message_size) {
+    return dash::guarded(message, message_size, [&] {
+        dash::CurrentDevice const current(device);
+        return dash::resident_ctas(device, stream, sm_margin);
+    });
 }
 
 DASH_EXPORT int dash_stuck_report(char* message, size_t message_size) {
     return dash::guarded(message, message_size, [&] {
-        dash::StuckReport const* const report = dash::the_stuck_report;
-        if (!report || report->sum == dash::StuckReport::none) return 0;
-        dash::StuckReport const& r = *report;
+        dash::StuckSlots const* const slots = dash::the_stuck_slots;
+        if (!slots) return 0;
+        dash::StuckSlot const* const begin = slots->first;
+        dash::StuckSlot const* const end = begin + slots->count;
+        dash::StuckSlot const* const slot = std::find_if(begin, end, [](auto const& s) { return s.complete != 0; });
+        if (slot == end) return 0;
+        dash::StuckReport const& r = slot->report;
         if (r.sum == dash::StuckReport::row_statistics)
             std::snprintf(
                 message, message_size,

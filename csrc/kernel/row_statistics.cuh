@@ -12,8 +12,8 @@ namespace dash {
 // them, whoever they belong to. A kernel of its own would read O and dO at the speed of the memory while the tensor
 // cores do nothing; here both have work. It never waits for another role, so all who wait for statistics get them.
 //
-// For two neighbouring queries (LSE, LSE, D, D), with LSE in base 2 and D = sum(O * dO); pair by pair in the first
-// rows of the query tile's dQ. There they lie until the tile's last contributor writes dQ.
+// For two neighbouring queries (LSE, LSE, D, D), with LSE in base 2 and D = sum(O * dO) - dLSE; pair by pair in the
+// first rows of the query tile's dQ. There they lie until the tile's last contributor writes dQ.
 template <class Config>
 struct RowStatistics {
     using Element = typename Config::Element;
@@ -108,6 +108,8 @@ struct RowStatistics {
         float d = half_row(stage);
         __syncwarp();                                 // the stage may be filled again
         d += __shfl_xor_sync(0xffffffffu, d, kRows);  // the other half
+        // With P the derivative of LSE, dS = P (dP - D) gets P dLSE on top. A query that sees no key has none.
+        if (args.dlse && fabsf(lse) < INFINITY) d -= __ldg(args.dlse + (tile.lse - args.lse) + row_of(stage));
         // A query that sees no key has probability 0 everywhere: 2^(S - inf).
         lse = lse == -INFINITY ? INFINITY : lse * kLog2e;
         float const next_d = __shfl_down_sync(0xffffffffu, d, 1);

@@ -10,21 +10,12 @@
 
 #include "../core/backward.h"
 #include "../core/l2_sides.h"
+#include "driver.cuh"
 
 namespace dash {
 
-// The driver's function for tensor maps, found at run time: the library must load where there is no driver.
 inline auto encode_tensor_map() {
-    static auto const function = [] {
-        void* entry = nullptr;
-        cudaDriverEntryPointQueryResult result;
-#if CUDART_VERSION >= 12050
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &result);
-#else
-        cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &entry, cudaEnableDefault, &result);
-#endif
-        return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry);
-    }();
+    static auto* const function = driver_function<decltype(cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled", 12000);
     if (!function) throw std::runtime_error("the CUDA driver has no cuTensorMapEncodeTiled; it needs CUDA 12");
     return function;
 }

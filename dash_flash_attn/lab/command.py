@@ -74,8 +74,12 @@ def _draw(argv: Sequence[str]) -> int:
     heads = "1 head" if options.heads == 1 else f"{options.heads} heads"
     title = f"{options.mask} mask, {q_tiles} query tiles x {kv_tiles} KV tiles, {heads} on {sms} SMs"
     Console().print(_table(runs, title))
-    files = draw.save(draw.gantt(runs, title), options.out, "gantt")
-    files += draw.save(draw.rank_maps(runs, title), options.out, "ranks")
+    try:
+        files = draw.save(draw.gantt(runs, title), options.out, "gantt")
+        files += draw.save(draw.rank_maps(runs, title), options.out, "ranks")
+    except OSError as error:
+        print(f"lab: --out: {error}", file=sys.stderr)
+        return 1
     for path in files:
         print(path)
     return 0
@@ -175,8 +179,12 @@ def _calibrate(argv: Sequence[str]) -> int:
     print(result)
     if options.out:
         content = {**source, "environment": environment, **result.as_json()}
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(content, indent=1) + "\n")
+        try:
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.write_text(json.dumps(content, indent=1) + "\n")
+        except OSError as error:
+            print(f"lab calibrate: --out: {error}", file=sys.stderr)
+            return 1
         print(options.out)
     return 0
 

@@ -124,10 +124,12 @@ def explain(
 def _rule(plan: Plan, causal: bool, square: bool) -> str:
     """Why "auto" is this schedule."""
     schedule = plan.name
-    if schedule == "descending":
-        return '"auto" is descending for sequences this long: chains in line share what is in the L2 cache.'
+    if not causal and schedule == "descending":
+        return 'Without a mask "auto" is descending here: cycles of shift would leave SMs over.'
     if not causal:
         return f'Without a mask "auto" is {schedule}: no two chains of a cycle meet.'
+    if schedule == "descending":
+        return '"auto" is descending for sequences this long: chains in line share what is in the L2 cache.'
     if schedule == "symmetric_shift":
         why = "long and short chains share a CTA"
     elif len(plan.visit_table) == 2:

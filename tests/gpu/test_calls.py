@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from cases import Case, backward, forward
 from oracle import attention, gradients, same_bits
 from torch.fx.experimental import symbolic_shapes
 
-from dash_flash_attn import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, kernels, ops
+from dash_flash_attn import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, kernels
 
 CASE = Case(300, 300, 4, 4, 64, torch.bfloat16, True)
 
@@ -91,7 +92,10 @@ def test_packed_tensors() -> None:
     assert_same((q.grad, *kv.grad.unbind(2)), expected)
 
 
-def test_cuda_graph() -> None:
+@pytest.mark.parametrize("filling", [False, True])
+def test_cuda_graph(filling: bool, request: pytest.FixtureRequest) -> None:
+    if filling:
+        request.getfixturevalue("deterministic_mode")
     tensors, expected = plain()
     dout, q, k, v, *_ = tensors
 
@@ -403,15 +407,66 @@ def test_torch_compile() -> None:
     assert_same([x.grad for x in leaves], expected)
 
 
-def test_other_gpus_take_flash_attention_2(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case(500, 400, 8, 2, 128, torch.bfloat16, True)
-    tensors, _ = plain(case)
+@pytest.fixture
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(kernels, "unusable", lambda device: "this test says so")
-    ops._warn_once.cache_clear()
+    kernels.falls_back.cache_clear()
+    yield
+    kernels.falls_back.cache_clear()
+
+
+@pytest.mark.usefixtures("without_kernels")
+def test_other_gpus_take_flash_attention_2() -> None:
+    case = Case(500, 400, 8, 2, 128, torch.bfloat16, True)
     with pytest.warns(UserWarning, match="this test says so"):
-        results = backward(case, tensors, "auto")
+        tensors, results = plain(case)
     dout, q, k, v, *_ = tensors
     for x, exact in zip(results, gradients(dout, q, k, v, case.scale, True)[1:], strict=True):
         assert (x.double() - exact).norm() < 1e-2 * exact.norm()
     for _ in range(20):
         assert_same(backward(case, tensors, "auto"), results)
+
+
+@pytest.mark.usefixtures("without_kernels", "deterministic_mode")
+@pytest.mark.filterwarnings("ignore:dash_flash_attn")
+@pytest.mark.parametrize("warn_only", [False, True])
+def test_flash_attention_2_in_torch_deterministic_mode(warn_only: bool) -> None:
+    """Where torch only warns of what is not deterministic, its own call would be one of these."""
+    case = Case(2048, 2048, 16, 16, 128, torch.bfloat16, False, batch=1)
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    tensors, expected = plain(case)
+    for _ in range(20):
+        assert_same(backward(case, tensors, "auto", deterministic=False), expected)
+    assert torch.is_deterministic_algorithms_warn_only_enabled() == warn_only
+
+
+@pytest.fixture
+def deterministic_mode() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    "case", [CASE, Case(500, 400, 8, 2, 128, torch.bfloat16, False)], ids=lambda case: case.name
+)
+def test_deterministic_mode_fills_no_memory(case: Case, request: pytest.FixtureRequest) -> None:
+    """torch would fill what the kernels write anyway. The second case's forward is FlashAttention-2."""
+    q, k, v, dout = case.inputs()
+
+    def step() -> tuple[torch.Tensor, ...]:
+        out, lse = forward(case, q, k, v)
+        return out, lse, *backward(case, (dout, q, k, v, out, lse), "auto")
+
+    def filled(call) -> int:
+        with torch.profiler.profile(record_shapes=True) as profile:
+            call()
+        events = [event for event in profile.events() if event.name == "aten::fill_"]
+        return sum(0 not in event.input_shapes[0] for event in events)
+
+    expected, in_plain_mode = step(), filled(step)
+    request.getfixturevalue("deterministic_mode")
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert filled(lambda: torch.empty(7, device="cuda")) == 1, "the control: there is nothing to avoid"
+    assert filled(step) == in_plain_mode
+    assert_same(step(), expected)

@@ -1,0 +1,95 @@
+"""The kernels with a gradient of the log-sum-exp, against autograd in float64."""
+
+import pytest
+import torch
+from cases import SCHEDULES, Case, forward
+from oracle import attention, same_bits
+from torch import Tensor
+
+from dash_flash_attn import _native, kernels
+from dash_flash_attn.layout import matrix
+
+BF16, FP16 = torch.bfloat16, torch.float16
+CASES = [
+    Case(300, 300, 4, 4, 64, BF16, True),
+    Case(300, 300, 4, 4, 128, FP16, False),
+    Case(1000, 1000, 8, 2, 128, BF16, True),
+    Case(1000, 700, 6, 3, 64, FP16, True),  # 300 blind queries: whole tiles, and a part of one
+    Case(500, 400, 8, 1, 128, BF16, True),
+    Case(200, 333, 8, 1, 128, FP16, True),
+    Case(1, 129, 3, 3, 64, BF16, False),
+    Case(2048, 2048, 16, 1, 128, BF16, False, batch=1),  # parts of a group
+    Case(2048, 2048, 64, 64, 64, BF16, False, batch=1),  # both sides of the L2 cache
+]
+
+
+def prepared(case: Case) -> tuple[tuple[Tensor, ...], Tensor, int]:
+    """(dout, q, k, v, out, lse), a gradient of lse, and how many queries see no key."""
+    q, k, v, dout = case.inputs()
+    tensors = dout, q, k, v, *forward(case, q, k, v)
+    g = torch.Generator("cuda").manual_seed(1)
+    dlse = 3 * torch.randn(tensors[5].shape, generator=g, device="cuda")
+    return tensors, dlse, max(0, case.seqlen_q - case.seqlen_k) if case.causal else 0
+
+
+def gradients(case: Case, tensors: tuple[Tensor, ...], dlse: Tensor | None, schedule: str) -> list[Tensor]:
+    """dq, dk and dv from the native function."""
+    assert kernels.not_loaded() is None
+    dout, q, k, v, out, lse = tensors
+    results = [torch.full_like(x, torch.nan) for x in (q, k, v)]
+    sizes = case.batch, case.seqlen_q, case.seqlen_k, case.heads_q, case.heads_k, case.head_dim
+    workspace = torch.empty(
+        _native.workspace_bytes(*sizes, case.causal, schedule), dtype=torch.uint8, device="cuda"
+    )
+    _native.backward(
+        *map(matrix, (q, k, v, out, dout, *results)), lse.data_ptr(),
+        0 if dlse is None else dlse.data_ptr(), workspace.data_ptr(), sizes, case.scale, case.causal,
+        "bf16" if case.dtype == BF16 else "fp16", schedule, True, 0, 0, 10_000_000_000,
+        torch.cuda.current_stream().cuda_stream,
+    )  # fmt: skip
+    return results
+
+
+def exact(case: Case, tensors: tuple[Tensor, ...], dlse: Tensor, blind: int) -> tuple[Tensor, ...]:
+    """The gradients of sum(out * dout) + sum(lse * dlse), by autograd in float64."""
+    dout, *inputs = tensors[:4]
+    leaves = [x.double().requires_grad_() for x in inputs]
+    out, lse = attention(*leaves, case.scale, case.causal)
+    loss = (out * dout).sum() + (lse * dlse)[:, :, blind:].sum()
+    return torch.autograd.grad(loss, leaves)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_value(case: Case) -> None:
+    tensors, dlse, blind = prepared(case)
+    expected = exact(case, tensors, dlse, blind)
+    without = gradients(case, tensors, None, "shift")
+    dlse[:, :, :blind] = torch.nan  # of no meaning there
+    for schedule in SCHEDULES:
+        results = gradients(case, tensors, dlse, schedule)
+        for name, x, y in zip(("dq", "dk", "dv"), results, expected, strict=True):
+            error = (x.double() - y).norm() / y.norm()
+            assert error < 1e-2, f"{schedule}: {name} is off by {error:.1%}"
+        for x, y in zip(results, gradients(case, tensors, dlse, schedule), strict=True):
+            assert same_bits(x, y), schedule
+    # It matters to dQ and dK, and not at all to dV.
+    for x, y in zip(expected[:2], without[:2], strict=True):
+        assert (x - y.double()).norm() > 0.1 * x.norm()
+    assert same_bits(gradients(case, tensors, dlse, "shift")[2], without[2])
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_gradient_of_zero_is_none(case: Case) -> None:
+    tensors, dlse, _ = prepared(case)
+    with_zeros = gradients(case, tensors, torch.zeros_like(dlse), "shift")
+    for x, y in zip(with_zeros, gradients(case, tensors, None, "shift"), strict=True):
+        assert same_bits(x, y)
+
+
+@pytest.mark.parametrize("case", [CASES[2], CASES[3], CASES[8]], ids=lambda case: case.name)
+def test_repeats_its_bits(case: Case) -> None:
+    tensors, dlse, _ = prepared(case)
+    first = gradients(case, tensors, dlse, "shift")
+    for run in range(20):
+        for x, y in zip(gradients(case, tensors, dlse, "shift"), first, strict=True):
+            assert same_bits(x, y), f"run {run}"
