@@ -211,7 +211,7 @@ def check_schedule(schedule: str | None, deterministic_schedule: str | None, det
         ValueError: an unknown name, two names that differ, or "unordered" together with deterministic=True.
         RuntimeError: "unordered" in torch's deterministic mode.
     """
-    names = {_name(argument) for argument in (schedule, deterministic_schedule) if argument is not None}
+    names = {check_name(argument) for argument in (schedule, deterministic_schedule) if argument is not None}
     if len(names) > 1:
         raise ValueError(
             "deterministic_schedule: another name for the argument schedule, but they differ: "
@@ -240,7 +240,8 @@ def alert_unordered(schedule: str) -> None:
     warnings.warn(message, stacklevel=4)
 
 
-def _name(schedule: str) -> str:
+def check_name(schedule: str) -> str:
+    """A schedule's name in the spelling of SCHEDULES, or "auto" or "unordered": TypeError, ValueError."""
     if not isinstance(schedule, str):
         raise TypeError(f"schedule: expected a name, got {schedule!r}")
     if schedule.lower() in ("auto", UNORDERED):

@@ -436,7 +436,7 @@ def test_flash_attention_2_in_torch_deterministic_mode(warn_only: bool) -> None:
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
     tensors, expected = plain(case)
     for _ in range(20):
-        assert_same(backward(case, tensors, "auto", deterministic=False), expected)
+        assert_same(backward(case, tensors, "auto"), expected)
     assert torch.is_deterministic_algorithms_warn_only_enabled() == warn_only
 
 
