@@ -8,7 +8,6 @@ from torch.fx.experimental import symbolic_shapes
 
 from dash_flash_attn import flash_attn_func
 
-
 # Where torch does not tell whether it knows a number, each scale is a constant, as in its own attention.
 TELLS = hasattr(symbolic_shapes, "has_static_value")
 

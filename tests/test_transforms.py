@@ -7,8 +7,7 @@ import torch
 from oracle import attention as plain_attention
 from oracle import same_bits
 from torch.func import grad, hessian, jacrev, vjp, vmap
-from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils._pytree import tree_map
+from wrapper import Wrapper
 
 from dash_flash_attn import flash_attn_func, ops
 
@@ -169,26 +168,6 @@ def test_vectorized_jacobian() -> None:
     exact = torch.autograd.functional.jacobian(lambda *x: plain_attention(*x, 0.3, True)[0], tensors)
     for x, y in zip(results, exact, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
-
-
-class Wrapper(torch.Tensor):
-    """A tensor without memory of its own, like that of a collective which is under way."""
-
-    @staticmethod
-    def __new__(cls, inner):
-        return torch.Tensor._make_wrapper_subclass(
-            cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=inner.device
-        )
-
-    def __init__(self, inner):
-        self.inner = inner
-
-    @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        if function is torch.ops.aten.detach.default:
-            return Wrapper(args[0].inner.detach())
-        args, kwargs = tree_map(lambda x: x.inner if isinstance(x, Wrapper) else x, (args, kwargs or {}))
-        return return_and_correct_aliasing(function, args, kwargs, function(*args, **kwargs))
 
 
 def zeros(x):
