@@ -75,7 +75,7 @@ def flash_attn_func(
     Returns:
         out, like q. With return_attn_probs also lse, (batch, heads_q, seqlen_q) in float32: the natural
         logarithm of the sum of the exponentials of the scaled scores, -inf for a query that sees no key.
-        Both have gradients; that of lse is not there on GPUs without the kernels.
+        Both have gradients.
 
     Raises:
         ValueError, TypeError: tensors that do not fit together, a scale that is 0 or not finite, an unknown
