@@ -20,6 +20,10 @@ CUDA_DTYPES = (torch.bfloat16, torch.float16)
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 _LARGEST_SCALE = torch.finfo(torch.float32).max / 2
 _NO_WINDOW = (-1, -1)
+# As tuples: older compilers know no unions of types.
+_FLAGS = (bool, np.bool_)
+_INTEGERS = (int, np.integer, torch.SymInt)
+_NUMBERS = (numbers.Real, torch.SymInt, torch.SymFloat)
 CPU_DTYPES = (*CUDA_DTYPES, torch.float32, torch.float64)
 # flash_attn 2 has dropout_p in the position of softmax_scale, and that in the position of causal.
 _POSITIONS = (
@@ -126,9 +130,9 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor) -> None:
 def check_flag(name: str, value: bool, hint: str = "") -> bool:
     """TypeError for what is neither True nor False."""
     # Numbers too: a caller of flash_attn 2, who passes the scale in the position of causal, would get a mask.
-    if not isinstance(value, bool | np.bool_):
+    if not isinstance(value, _FLAGS):
         raise TypeError(f"{name}: expected True or False, got {_described(value)}{hint}")
-    return bool(value)
+    return True if value else False  # noqa: SIM210 - older compilers know no bool() of a symbol
 
 
 def check_causal(causal: bool) -> bool:
@@ -315,13 +319,11 @@ def _check_count(name: str, value: object, what: str) -> None:
 
 def _is_number(x: object) -> bool:
     # The first two are what callers pass: to ask an abstract class takes longer.
-    return type(x) in (float, int) or (
-        isinstance(x, numbers.Real | torch.SymInt | torch.SymFloat) and not isinstance(x, bool)
-    )
+    return type(x) in (float, int) or (isinstance(x, _NUMBERS) and not isinstance(x, bool))
 
 
 def _is_integer(x: object) -> bool:
-    return type(x) is int or (isinstance(x, int | np.integer | torch.SymInt) and not isinstance(x, bool))
+    return type(x) is int or (isinstance(x, _INTEGERS) and not isinstance(x, bool))
 
 
 def _described(x: object) -> str:

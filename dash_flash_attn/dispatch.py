@@ -8,12 +8,12 @@ _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _dispatch_keys = torch._C._dispatch_keys
 
 
-def _keys(*names: str) -> torch._C.DispatchKeySet:
-    """The set of the dispatch keys of these names."""
+def _keys(*names: str) -> int:
+    """The set of the dispatch keys of these names, as a number: older versions of torch compare no sets."""
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, names[0]))
     for name in names[1:]:
         keys = keys | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
-    return keys
+    return keys.raw_repr()
 
 
 # By (is_cuda, is_inference): the keys of a tensor that has its numbers where data_ptr() says, as they are.
@@ -46,7 +46,7 @@ def unobserved(*tensors: Tensor) -> bool:
     first = tensors[0]
     plain = _PLAIN_KEYS[first.is_cuda, first.is_inference()]
     for x in tensors:  # noqa: SIM110 - a generator takes longer, and so does !=
-        if not (type(x) in _PLAIN_TYPES and _dispatch_keys(x) == plain):
+        if not (type(x) in _PLAIN_TYPES and _dispatch_keys(x).raw_repr() == plain):
             return False
     return True
 
