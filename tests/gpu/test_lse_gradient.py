@@ -126,7 +126,8 @@ def test_the_layout_of_a_gradient_of_the_log_sum_exp_does_not_matter() -> None:
     strided = dlse.transpose(1, 2).contiguous().transpose(1, 2)
     assert not strided.is_contiguous()
     assert_same(backward(CASES[0], tensors, "auto", dlse=strided), results)
-    assert_same(backward(CASES[0], tensors, "auto", dlse=torch.zeros_like(lse)), expected)
+    # Not bit by bit: the fallback adds what this makes of dQ and dK, and -0 + 0 is +0.
+    assert all(map(torch.equal, backward(CASES[0], tensors, "auto", dlse=torch.zeros_like(lse)), expected))
     one = torch.ones((), device="cuda").expand(lse.shape)
     assert_same(
         backward(CASES[0], tensors, "auto", dlse=one), backward(CASES[0], tensors, "auto", dlse=one.clone())
