@@ -8,6 +8,7 @@ import sys
 COMMANDS = {
     "backward": "the paper's figure: 24 shapes, every schedule, and other projects",
     "small_jobs": "short sequences, single sequences, and the shape of LLaMA3-8B",
+    "lengths": "lengths of every kind, groups of query heads, and unlike numbers of queries and keys",
     "call_cost": "CPU time of a small forward and backward call",
     "blocks": "transformer blocks of five models, forward and backward",
     "reproducibility": "ten runs compared, and two training runs",
@@ -16,7 +17,7 @@ COMMANDS = {
     "evaluate": "all of the above, one after the other",
     "bits": "hashes of gradients of fixed inputs, compared with the accepted ones",
     "soak": "random calls, compared with their own repeats and with float64",
-    "nightly": "GPU tests, quick sweep, bits and soak, compared with the last accepted record",
+    "nightly": "GPU tests, quick sweeps, bits and soak, compared with the last accepted record",
     "accept": "make a nightly record the accepted one",
     "publish": "from the records: charts, docs/evaluation.md, report.html; needs no GPU",
 }

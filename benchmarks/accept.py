@@ -43,7 +43,7 @@ def accept(
     problems = record["verdict"]["problems"]
     if fatal := set(problems) - {"slower", "bits", "baseline"}:
         raise NotAcceptable(f"there are problems with {', '.join(sorted(fatal))}")
-    if any(record.get(key) is None for key in ("tests", "backward", "bits", "soak")):
+    if any(record.get(key) is None for key in ("tests", *compare.SWEEPS, "bits", "soak")):
         raise NotAcceptable("the record is not complete")
     if failed := bits.failures(record["bits"]):
         raise NotAcceptable(failed[0])

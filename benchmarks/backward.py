@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from dash_flash_attn.lab import clocks
 
@@ -18,6 +19,9 @@ from . import harness, tables
 from .harness import MATMUL, Row
 from .shapes import PAPER_SHAPES, Shape, cell_name, describe, flop, fp32_dq_bytes, inputs
 from .systems import AUTO, OURS, System, add_arguments, behind_auto, chosen, with_auto
+
+SPEED = 450
+"""TFLOP/s that an estimate of a sweep's time assumes: about what an H200 reaches."""
 
 QUICK = tuple(shape for shape in PAPER_SHAPES if shape.seqlen in (1024, 16384))
 
@@ -93,38 +97,85 @@ def show(row: Row) -> str:
     return f"{row['system']:<16}{numbers}{extra}"
 
 
-def sweep(command: str, options: argparse.Namespace, shapes: Sequence[Shape]) -> int:
-    """Times the systems that a command line names on shapes; prints tables. 1 if a row failed."""
-    if options.cells:
-        by_name = {cell_name(shape): shape for shape in shapes}
-        if unknown := set(options.cells) - set(by_name):
-            raise SystemExit(f"benchmarks: --cells: {min(unknown)} is none of {', '.join(by_name)}")
-        shapes = [by_name[name] for name in options.cells]
+def tables_of(rows: list[Row]) -> list[tables.Table]:
+    """What is printed of a sweep."""
+    return [*tables.backward(rows), tables.headline(rows)]
 
-    def tables_of(rows: list[Row]) -> list[tables.Table]:
-        headline = tables.headline(rows)
-        return [*tables.backward(rows), *([headline] if headline.rows else [])]
 
+def estimate(shapes: Sequence[Shape], systems: int, rounds: int, lead_in: float, timed: float) -> float:
+    """About how many seconds a sweep takes on an H200, without what a system compiles at its first call."""
+
+    def series(ms: float) -> float:
+        # do_bench makes six calls before the lead-in, and one at least there and in what it times.
+        return 6 * ms + max(ms, lead_in) + max(ms, timed)
+
+    def cell(ms: float) -> float:
+        return 2 * systems * ms + rounds * (systems * series(ms) + series(matmul_ms))
+
+    matmul_ms = 2 * harness.MATMUL_SIZE**3 / SPEED / 1e9
+    return sum(cell(flop(shape) / SPEED / 1e9) for shape in shapes) / 1e3
+
+
+def sweep(
+    command: str,
+    options: argparse.Namespace,
+    shapes: Sequence[Shape],
+    *,
+    lead_in: float = clocks.LEAD_IN_MS,
+    timed: float = clocks.TIMED_MS,
+    tables_of: Callable[[list[Row]], list[tables.Table]] = tables_of,
+    settings: Mapping[str, Any] | None = None,
+) -> int:
+    """Times the systems that a command line names on shapes; prints tables. 1 if a row failed.
+
+    Args:
+        command: the record's kind.
+        options: of `sweep_parser`.
+        shapes: what to time.
+        lead_in: milliseconds of calls before a series that is timed.
+        timed: milliseconds of calls that are timed in each round.
+        tables_of: the rows' tables; those without rows are not printed.
+        settings: more for the record.
+    """
+    systems = chosen(options)
+    seconds = estimate(shapes, len(systems), options.rounds, lead_in, timed)
+    print(f"{len(shapes)} cells, {len(systems)} systems: about {seconds / 60:.1f} minutes on an H200")
+    clock = partial(clocks.short_median, lead_in=lead_in, timed=timed)
     return harness.run(
         command,
         options,
         shapes,
-        partial(measure_cell, systems=chosen(options), rounds=options.rounds),
-        tables_of,
+        partial(measure_cell, systems=systems, rounds=options.rounds, clock=clock),
+        lambda rows: [table for table in tables_of(rows) if table.rows],
         describe=describe,
         name=cell_name,
         show=show,
-        settings={"rounds": options.rounds},
+        settings={
+            "rounds": options.rounds,
+            "lead_in_ms": lead_in,
+            "timed_ms": timed,
+            **(settings or {}),
+        },
     )
 
 
-def sweep_parser(command: str, description: str | None, schedules: Sequence[str]) -> argparse.ArgumentParser:
+def named(cells: Sequence[str] | None, shapes: Sequence[Shape]) -> Sequence[Shape]:
+    """The shapes of these names; all of them without names. Ends the program for an unknown name."""
+    if not cells:
+        return shapes
+    by_name = {cell_name(shape): shape for shape in shapes}
+    if unknown := set(cells) - set(by_name):
+        raise SystemExit(f"benchmarks: --cells: {min(unknown)} is none of {', '.join(by_name)}")
+    return [by_name[name] for name in cells]
+
+
+def sweep_parser(
+    command: str, description: str | None, schedules: Sequence[str], rounds: int = clocks.ROUNDS
+) -> argparse.ArgumentParser:
     """A command line for `sweep`."""
     parser = harness.parser(command, description)
     add_arguments(parser, schedules)
-    parser.add_argument(
-        "--rounds", type=int, default=clocks.ROUNDS, help=f"times each is timed ({clocks.ROUNDS})"
-    )
+    parser.add_argument("--rounds", type=int, default=rounds, help=f"times each is timed ({rounds})")
     parser.add_argument("--cells", type=lambda text: text.split(","), help="only these, by name")
     return parser
 
@@ -144,4 +195,4 @@ def main(argv: Sequence[str]) -> int:
         and (not options.seqlens or shape.seqlen in options.seqlens)
         and options.masks in ("both", "causal" if shape.causal else "full")
     ]
-    return sweep("backward", options, shapes)
+    return sweep("backward", options, named(options.cells, shapes))

@@ -11,7 +11,8 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .tables import OURS, Rows, block_gains, by_cell, good, length
+from .shapes import Shape
+from .tables import OURS, TARGETS, Rows, block_gains, by_cell, good, is_plain, length, mask_words
 
 COLORS = {
     "naive": "#c6dbef",
@@ -46,7 +47,11 @@ def color(system: str) -> tuple[str, float]:
 
 def panels(rows: Rows) -> list[tuple[Any, ...]]:
     """(head_dim, causal, heads, kv_heads) of each panel that rows make."""
-    return list(dict.fromkeys((*cell[:2], *cell[4:]) for cell in by_cell(rows)))
+    return list(dict.fromkeys(map(_panel, by_cell(rows))))
+
+
+def _panel(cell: Shape) -> tuple[Any, ...]:
+    return cell.head_dim, cell.causal, cell.heads, cell.kv_heads
 
 
 def panel_title(panel: Sequence[Any]) -> str:
@@ -64,8 +69,8 @@ def systems_of(rows: Rows) -> list[str]:
 
 def draw_sweep(axes: Axes, rows: Rows, panel: Sequence[Any], systems: Sequence[str]) -> None:
     """One panel of the paper's figure: TFLOP/s, groups of bars by sequence length."""
-    cells = {c: s for c, s in by_cell(rows).items() if (*c[:2], *c[4:]) == tuple(panel)}
-    order = sorted(cells, key=lambda cell: (cell[2], cell[3]))
+    cells = {c: s for c, s in by_cell(rows).items() if _panel(c) == tuple(panel)}
+    order = sorted(cells, key=lambda cell: (cell.seqlen, cell.batch))
     width = 0.84 / len(systems)
     for number, name in enumerate(systems):
         bars = [(i, cells[cell][name]["tflops"]) for i, cell in enumerate(order) if name in cells[cell]]
@@ -74,7 +79,7 @@ def draw_sweep(axes: Axes, rows: Rows, panel: Sequence[Any], systems: Sequence[s
         axes.bar(
             [i + left for i, _ in bars], [x for _, x in bars], width, color=shade, alpha=alpha, label=name
         )
-    axes.set_xticks(range(len(order)), [length(cell[2]) for cell in order])
+    axes.set_xticks(range(len(order)), [length(cell.seqlen) for cell in order])
     axes.set_title(panel_title(panel))
     axes.set_ylabel("TFLOP/s")
     axes.set_xlabel("sequence length")
@@ -105,6 +110,67 @@ def sweep_panels(rows: Rows) -> list[tuple[str, Figure]]:
             draw_sweep(figure.add_subplot(), rows, panel, systems)
             _legend(figure)
             figures.append((panel_title(panel), figure))
+    return figures
+
+
+TARGET_COLORS = ("#08306b", "#e6550d", "#bdbdbd")
+
+
+def length_masks(rows: Rows) -> list[str]:
+    """Head dimension and mask of each panel that the squares among rows make."""
+    return list(dict.fromkeys(mask_words(cell) for cell in by_cell(rows) if cell.seqlen_k is None))
+
+
+def draw_lengths(axes: Axes, rows: Rows, mask: str) -> None:
+    """One panel: the ratios of "auto" over the length; a line for the paper's hidden size, else marks."""
+    for target, shade in zip(TARGETS, TARGET_COLORS, strict=True):
+        squares = {
+            cell: ratio
+            for cell, ratio in target.ratios(rows).by_cell.items()
+            if cell.seqlen_k is None and mask_words(cell) == mask
+        }
+        line = sorted((cell.seqlen, ratio) for cell, ratio in squares.items() if is_plain(cell))
+        others = [(cell.seqlen, ratio) for cell, ratio in squares.items() if not is_plain(cell)]
+        axes.plot(
+            [x for x, _ in line], [y for _, y in line], color=shade, marker="o", markersize=3,
+            linewidth=1.2, label=f"over {target.over}",
+        )  # fmt: skip
+        axes.plot(
+            [x for x, _ in others], [y for _, y in others], color=shade, marker="D", markersize=4,
+            markerfacecolor="none", linestyle="none", label=f"over {target.over}, other heads",
+        )  # fmt: skip
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    ticks = [1 << power for power in range(9, 17)]
+    axes.set_xticks(ticks, [length(tick) for tick in ticks])
+    axes.set_title(mask)
+    axes.set_ylabel("speed of auto over others")
+    axes.set_xlabel("sequence length")
+    axes.grid(linewidth=0.4)
+    axes.set_axisbelow(True)
+
+
+def lengths(rows: Rows) -> Figure:
+    """All panels of the record of lengths on one page."""
+    with matplotlib.rc_context(_PARAMETERS):
+        shown = length_masks(rows)
+        figure = Figure(figsize=(13, 4 * ((len(shown) + 1) // 2)), layout="constrained")
+        for number, mask in enumerate(shown):
+            axes = figure.add_subplot((len(shown) + 1) // 2, min(2, len(shown)), number + 1)
+            draw_lengths(axes, rows, mask)
+        _legend(figure, columns=3)
+    return figure
+
+
+def length_panels(rows: Rows) -> list[tuple[str, Figure]]:
+    """Each panel as a picture of its own, narrow enough for a phone, with its title."""
+    figures = []
+    with matplotlib.rc_context(_PARAMETERS):
+        for mask in length_masks(rows):
+            figure = Figure(figsize=(6.2, 4.4), layout="constrained")
+            draw_lengths(figure.add_subplot(), rows, mask)
+            _legend(figure, columns=2)
+            figures.append((mask, figure))
     return figures
 
 
@@ -156,7 +222,7 @@ def history(points: Sequence[dict[str, Any]]) -> Figure:
 
 
 def _legend(figure: Figure, columns: int = 5) -> None:
-    handles, labels = figure.axes[0].get_legend_handles_labels()
+    handles, labels = figure.axes[0].get_legend_handles_labels() if figure.axes else ([], [])
     if handles:
         figure.legend(
             handles, labels, loc="outside lower center", ncols=min(columns, len(labels)), frameon=False,

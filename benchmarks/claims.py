@@ -1,4 +1,4 @@
-"""The paper's claims (DASH, arXiv 2601.21824, measured on an H800), each beside what our records say."""
+"""What the records say of the paper's claims (DASH, arXiv 2601.21824, on an H800), and of our own targets."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from . import tables
-from .tables import NONE, Ratios, Rows, Table, by_cell, cell_words, length, of, ratios
+from . import lengths, tables
+from .tables import NONE, Ratios, Rows, Table, Target, by_cell, cell_of, cell_words, length, of, ratios
 
 Records = dict[str, dict[str, Any]]
 Answer = tuple[str, str]
@@ -201,3 +201,37 @@ CLAIMS: tuple[tuple[str, str, str, Question], ...] = (
     ("Whole blocks gain, full mask", "about 4 %", "blocks", block_gain(False, 4)),
     ("Ten runs give the same bits", "yes", "reproducibility", repeats),
 )  # fmt: skip
+
+
+def targets(found: Records) -> Table:
+    """What "auto" is to reach at every length, from the record of `lengths`.
+
+    A target holds if all cells of the full form were measured and meet it.
+    """
+    rows = found["lengths"]["rows"] if "lengths" in found else []
+    body = [line for target in tables.TARGETS for line in _target_lines(target, rows)]
+    return Table("Targets", ["auto over", "target", "holds", "measured"], body, words=(0, 1, 2, 3))
+
+
+def _target_lines(target: Target, rows: Rows) -> list[list[str]]:
+    every = [target.over, f"{target.every:.2f} in every cell"]
+    mean = [target.over, f"{target.mean:.2f} in the geometric mean"] if target.mean else None
+    measured, failed = target.ratios(rows), set(tables.failed_auto(rows))
+    if not measured and not failed:
+        return [[*line, *UNKNOWN] for line in (every, mean) if line]
+    cells = {*lengths.FULL, *map(cell_of, rows)}
+    missing = cells - measured.by_cell.keys() - failed
+    words = [f"auto failed in {len(failed)} of {len(cells)} cells"] if failed else []
+    words += [f"{len(missing)} of {len(cells)} cells not measured"] if missing else []
+    met = sum(ratio >= target.every for ratio in measured.by_cell.values())
+    worst = [f"{measured.by_cell[measured.worst]:.3f} at worst ({cell_words(measured.worst)})"] * bool(
+        measured
+    )
+    lines = [[*every, _in(met, len(cells)), "; ".join([*worst, *words])]]
+    if mean:
+        reached = bool(measured) and measured.geometric_mean >= target.mean
+        complete = not missing and not failed
+        holds = ("yes" if complete else "so far") if reached else "no"
+        value = [f"{measured.geometric_mean:.3f}"] * bool(measured)
+        lines.append([*mean, holds, "; ".join([*value, *words])])
+    return lines

@@ -12,6 +12,9 @@ from .tables import OURS, Rows, by_cell, cell_of, cell_words, good
 LIMIT = 0.03
 """How much of the ratio to the matmul a cell may lose."""
 
+SWEEPS = {"backward": "quick sweep", "lengths": "lengths"}
+"""The parts of a night's record that are compared by speed, and what they are called."""
+
 HISTORY = harness.RESULTS / "nightly"
 """The accepted records, one file each; their names sort by date."""
 
@@ -109,6 +112,11 @@ def last_accepted(device: str | None, folder: Path) -> tuple[Path, dict[str, Any
     return None
 
 
+def accepted_rows(record: dict[str, Any], kind: str) -> Rows:
+    """An accepted record's rows of one of SWEEPS; none where it is older than that sweep."""
+    return record[kind]["rows"] if record.get(kind) else []
+
+
 def judge(
     record: dict[str, Any],
     accepted: tuple[Path, dict[str, Any]] | None,
@@ -118,13 +126,13 @@ def judge(
     """The verdict on a night's record.
 
     Args:
-        record: with "tests", "backward", "bits" and "soak": records, or None for a step that left none.
+        record: with "tests", those of SWEEPS, "bits" and "soak": records, or None for a step that left none.
         accepted: the record to compare with, and where it is.
         accepted_bits: the accepted record of `bits`.
         limit: see LIMIT.
     """
     verdict = Verdict()
-    tests, sweep, found, soak = (record.get(key) for key in ("tests", "backward", "bits", "soak"))
+    tests, found, soak = (record.get(key) for key in ("tests", "bits", "soak"))
     if tests is None:
         verdict.add("tests", "the GPU tests left no record")
     elif tests["exit_status"] or not tests["passed"]:
@@ -136,18 +144,24 @@ def judge(
         verdict.add("soak", *(f"{'; '.join(f['problems'])}: {f['command']}" for f in soak["failed"]))
         if not soak["cases"]:
             verdict.add("soak", "no case ran")
-    if sweep is None:
-        verdict.add("cells", "the sweep left no record")
+    if accepted is None:
+        verdict.add("baseline", f"no accepted times of {record['environment']['device']}")
     else:
+        verdict.accepted = accepted[0].name
+    for kind, name in SWEEPS.items():
+        sweep = record.get(kind)
+        if sweep is None:
+            verdict.add("cells", f"the {name} left no record")
+            continue
         ours = [row for row in harness.failures(sweep["rows"]) if row.get("system", "auto") in OURS]
         verdict.add("cells", *(f"{harness.row_name(row)}: {row['error']}" for row in ours))
         if accepted is None:
-            verdict.add("baseline", f"no accepted times of {record['environment']['device']}")
-        else:
-            verdict.accepted = accepted[0].name
-            rows = accepted[1]["backward"]["rows"]
+            continue
+        if rows := accepted_rows(accepted[1], kind):
             verdict.add("slower", *slower(rows, sweep["rows"], limit))
             verdict.add("cells", *missing(rows, sweep["rows"]))
+        else:
+            verdict.notes.append(f"the cells of the {name} are new: {accepted[0].name} has none")
     if found is None:
         verdict.add("bits", "no hashes were computed")
     elif accepted_bits is None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from . import harness
 
-PARTS = ("backward", "small_jobs", "call_cost", "blocks", "reproducibility", "accuracy", "memory")
+PARTS = ("backward", "small_jobs", "lengths", "call_cost", "blocks", "reproducibility", "accuracy", "memory")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,4 +1,6 @@
-"""The nightly run: GPU tests, the quick sweep, the bits and the soak, compared with the last accepted record.
+"""The nightly run: GPU tests, quick sweeps, the bits and the soak, compared with the last accepted record.
+
+There are two sweeps: the paper's shapes (`backward`) and a few others (`lengths`).
 
 Exits with 1, and says why, if a test or a soak case failed, a cell lost more than 3 % of its ratio to the
 matmul, a bit differs, or there is nothing accepted to compare with. A slower cell is measured again, three
@@ -41,15 +43,22 @@ def step(
     return harness.read_json(out) if out.exists() else None
 
 
-def measured_again(sweep: dict[str, Any], accepted: dict[str, Any], folder: Path) -> dict[str, Any]:
+def quick_sweep(title: str, kind: str, out: Path, rounds: int, *more: str) -> dict[str, Any] | None:
+    """The quick form of one of `compare.SWEEPS`, as a step."""
+    arguments = ("-m", "benchmarks", kind, "--quick", "--rounds", str(rounds), *more, "--out", str(out))
+    return step(title, out, *arguments)
+
+
+def measured_again(
+    kind: str, sweep: dict[str, Any], accepted: dict[str, Any], folder: Path
+) -> dict[str, Any]:
     """The sweep, with the rows of its slower cells from a longer measurement."""
-    names = compare.slower_cells(accepted["backward"]["rows"], sweep["rows"])
+    names = compare.slower_cells(compare.accepted_rows(accepted, kind), sweep["rows"])
     if not names:
         return sweep
-    again = step(
-        f"{len(names)} cells again", folder / "backward_again.json",
-        "-m", "benchmarks", "backward", "--quick", "--rounds", str(ROUNDS_AGAIN), "--cells", ",".join(names),
-        "--out", str(folder / "backward_again.json"),
+    again = quick_sweep(
+        f"{len(names)} cells again", kind, folder / f"{kind}_again.json", ROUNDS_AGAIN,
+        "--cells", ",".join(names),
     )  # fmt: skip
     if again is None:
         return sweep
@@ -83,17 +92,9 @@ def main(argv: Sequence[str]) -> int:
         "GPU tests", out("tests"), "-m", "pytest", "-q", "-m", "gpu",
         environment={"DASH_GPU_RECORD": str(out("tests"))},
     )  # fmt: skip
-    sweep = step(
-        "quick sweep",
-        out("backward"),
-        "-m",
-        "benchmarks",
-        "backward",
-        "--quick",
-        "--out",
-        str(out("backward")),
-    )
-    record["backward"] = measured_again(sweep, accepted[1], folder) if sweep and accepted else sweep
+    for kind, title in compare.SWEEPS.items():
+        sweep = quick_sweep(title, kind, out(kind), clocks.ROUNDS)
+        record[kind] = measured_again(kind, sweep, accepted[1], folder) if sweep and accepted else sweep
     record["bits"] = step("bits", out("bits"), "-m", "benchmarks", "bits", "--out", str(out("bits")))
     record["soak"] = step(
         "soak", out("soak"), "-m", "benchmarks", "soak", "--seconds", str(options.soak_seconds),

@@ -19,7 +19,7 @@ _PLACE = re.compile(r"(<!-- measured: (\w+) -->\n).*?(<!-- /measured -->)", re.D
 
 Records = claims.Records
 
-CHARTS = ("backward", "small_jobs", "blocks")
+CHARTS = ("backward", "small_jobs", "lengths", "blocks")
 """The kinds of records that there is a chart of."""
 
 
@@ -29,13 +29,17 @@ def measured(kind: str, found: Records) -> str:
         return f"Not measured yet. `{records.command(kind)}` on a GPU makes the record.\n"
     made = report.tables_of(kind, found[kind])
     parts = [table.markdown() for table in made if table.rows]
-    if kind in CHARTS and tables.good(found[kind]["rows"]):
+    if kind in CHARTS and report.drawable(found[kind]):
         parts.insert(0, f"![{dict(report.SECTIONS)[kind]}](../benchmarks/results/{kind}.svg)")
     return "\n\n".join([*parts, f"_{tables.provenance(found[kind])}_"]) + "\n"
 
 
 def _claims(found: Records) -> str:
     return claims.claims(found).markdown(title=False) + "\n"
+
+
+def _targets(found: Records) -> str:
+    return claims.targets(found).markdown(title=False) + "\n"
 
 
 def _sizes(found: Records) -> str:
@@ -45,6 +49,7 @@ def _sizes(found: Records) -> str:
 
 PLACES: dict[str, Callable[[Records], str]] = {
     "claims": _claims,
+    "targets": _targets,
     "sizes": _sizes,
     **{kind: lambda found, kind=kind: measured(kind, found) for kind, _ in report.SECTIONS},
 }
@@ -68,8 +73,9 @@ def draw(found: Records, folder: Path) -> list[Path]:
 
     paths = []
     for kind in CHARTS:
-        if kind in found and tables.good(found[kind]["rows"]):
-            figure = (charts.blocks if kind == "blocks" else charts.sweep)(found[kind]["rows"])
+        if kind in found and report.drawable(found[kind]):
+            draw = {"blocks": charts.blocks, "lengths": charts.lengths}.get(kind, charts.sweep)
+            figure = draw(found[kind]["rows"])
             paths.append(folder / f"{kind}.svg")
             paths[-1].write_bytes(charts.svg(figure))
     return paths

@@ -14,7 +14,7 @@ SWEEPS = ("backward", "backward_fa2", "small_jobs")
 as ours, has a sweep of its own."""
 
 KINDS = (
-    *SWEEPS, "blocks", "reproducibility", "accuracy", "memory", "call_cost", "bits", "gpu_tests",
+    *SWEEPS, "lengths", "blocks", "reproducibility", "accuracy", "memory", "call_cost", "bits", "gpu_tests",
 )  # fmt: skip
 """What there may be a record of: in a file of that name, or that of the quick form, with `_quick` behind."""
 
@@ -25,6 +25,8 @@ def command(kind: str) -> str:
     if kind == "backward_fa2":
         out = (harness.RESULTS / f"{kind}.json").relative_to(harness.ROOT)
         arguments = f"backward --schedules auto --peers fa2 --out {out}"
+    if kind == "lengths":  # its targets are about others
+        arguments = "lengths --peers fa3,fa4 --peers-path FILE"
     return f"python -m benchmarks {arguments}"
 
 

@@ -37,6 +37,7 @@ SECTIONS = (
     ("backward", "The paper's shapes"),
     ("backward_fa2", "The paper's shapes, FlashAttention-2"),
     ("small_jobs", "Short sequences, single ones, and LLaMA3-8B"),
+    ("lengths", "Every length"),
     ("blocks", "Transformer blocks"),
     ("reproducibility", "Reproducibility"),
     ("accuracy", "Accuracy"),
@@ -56,15 +57,23 @@ def tables_of(kind: str, record: dict[str, Any]) -> list[Table]:
     return made if isinstance(made, list) else [made]
 
 
+def drawable(record: dict[str, Any]) -> bool:
+    """Whether a record has enough rows for a chart. The quick form of `lengths` has too few for a line."""
+    few = record.get("kind") == "lengths" and record.get("form") == "quick"
+    return bool(tables.good(record["rows"])) and not few
+
+
 def charts_of(kind: str, record: dict[str, Any]) -> list[tuple[str, Any]]:
     """(title, figure) of one kind of record. ImportError without matplotlib."""
     from . import charts
 
     rows = record["rows"]
-    if not tables.good(rows):
+    if not drawable(record):
         return []
     if kind in records.SWEEPS:
         return charts.sweep_panels(rows)
+    if kind == "lengths":
+        return charts.length_panels(rows)
     return [("Transformer blocks", charts.blocks(rows))] if kind == "blocks" else []
 
 
@@ -85,8 +94,9 @@ def build(night: dict[str, Any] | None = None, folder: Path = harness.RESULTS) -
 
     if night:
         parts.append(_verdict(night))
-        if night.get("backward"):
-            section("night", "This night's sweep", *_content("backward", night["backward"]))
+        for kind, title in (("backward", "This night's sweep"), ("lengths", "This night's lengths")):
+            if night.get(kind):
+                section(f"night_{kind}", title, *_content(kind, night[kind]))
     checks = night or {"tests": found.get("gpu_tests"), "bits": found.get("bits")}
     if lines := _checks(checks):
         section("checks", "Checks", "<ul>" + "".join(f"<li>{_text(line)}</li>" for line in lines) + "</ul>")

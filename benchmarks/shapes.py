@@ -7,15 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dash_flash_attn.lab.calibrate import PAPER_SHAPES, TOKENS, Shape
+from dash_flash_attn.lab.calibrate import HIDDEN, PAPER_SHAPES, TOKENS, Shape
 
 __all__ = [
+    "HIDDEN",
     "LLAMA3_8B",
     "PAPER_SHAPES",
     "SHORT",
     "SINGLE",
+    "TOKENS",
     "Shape",
     "cell_name",
+    "counted_pairs",
     "describe",
     "flop",
     "fp32_dq_bytes",
@@ -33,37 +36,53 @@ LLAMA3_8B = tuple(Shape(128, True, seqlen, TOKENS // seqlen, 32, 8) for seqlen i
 
 
 def cell_name(shape: Shape) -> str:
-    """A short name without spaces: d128-causal-n2048-b8-h16-kv16."""
+    """A short name without spaces: d128-causal-n2048-b8-h16-kv16; n2048-k512 with another number of keys."""
     mask = "causal" if shape.causal else "full"
-    return f"d{shape.head_dim}-{mask}-n{shape.seqlen}-b{shape.batch}-h{shape.heads}-kv{shape.kv_heads}"
+    tokens = f"n{shape.seqlen}" + (f"-k{shape.seqlen_k}" if shape.seqlen_k is not None else "")
+    return f"d{shape.head_dim}-{mask}-{tokens}-b{shape.batch}-h{shape.heads}-kv{shape.kv_heads}"
 
 
 def describe(shape: Shape) -> dict[str, Any]:
     """The columns that say which shape a row is of."""
-    return {"cell": cell_name(shape), **shape._asdict()}
+    return {"cell": cell_name(shape), **shape.columns()}
 
 
 def inputs(shape: Shape, device: str = "cuda") -> list[Tensor]:
     """q, k, v and dout, standard normal in bfloat16; the same ones each time."""
     generator = torch.Generator(device).manual_seed(0)
+    queries, keys = (shape.seqlen, shape.heads), (shape.keys, shape.kv_heads)
     return [
         torch.randn(
             shape.batch,
-            shape.seqlen,
-            heads,
+            *size,
             shape.head_dim,
             generator=generator,
             device=device,
             dtype=torch.bfloat16,
         )
-        for heads in (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
+        for size in (queries, keys, keys, queries)
     ]
 
 
 def flop(shape: Shape) -> float:
-    """Operations of a backward: five products of the attention matrix's size, half under a causal mask."""
-    products = 10 * shape.batch * shape.heads * shape.seqlen**2 * shape.head_dim
-    return products / 2 if shape.causal else products
+    """Operations of a backward: five products, each of two operations a head dimension and counted pair."""
+    return 10 * shape.batch * shape.heads * shape.head_dim * counted_pairs(shape)
+
+
+def counted_pairs(shape: Shape) -> float:
+    """Pairs of a query and a key that count as work in one head.
+
+    Under a causal mask the paper counts half of a square, which is half a pair a query less than the mask
+    leaves. Where queries and keys are of unlike number, the pairs that it leaves: query r sees key c if
+    c <= r + keys - queries.
+    """
+    if not shape.causal:
+        return shape.seqlen * shape.keys
+    if shape.seqlen_k is None:
+        return shape.seqlen**2 / 2
+    # The last queries see a triangle, all of them what is left of it.
+    triangle = min(shape.seqlen, shape.keys)
+    return triangle * (triangle + 1) // 2 + shape.seqlen * max(0, shape.keys - shape.seqlen)
 
 
 def fp32_dq_bytes(shape: Shape) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .backward import sweep, sweep_parser
+from .backward import named, sweep, sweep_parser
 from .shapes import LLAMA3_8B, SHORT, SINGLE
 from .systems import AUTO, UNORDERED
 
@@ -19,4 +19,4 @@ QUICK = (*(shape for shape in SHORT if shape.seqlen == 512), *SINGLE, LLAMA3_8B[
 def main(argv: Sequence[str]) -> int:
     """Measures everything asked for, prints it, and writes it."""
     options = sweep_parser("small_jobs", __doc__, (AUTO, UNORDERED)).parse_args(argv)
-    return sweep("small_jobs", options, QUICK if options.quick else FULL)
+    return sweep("small_jobs", options, named(options.cells, QUICK if options.quick else FULL))

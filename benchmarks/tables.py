@@ -11,8 +11,8 @@ from typing import Any
 
 from dash_flash_attn.schedule import SCHEDULES
 
-from .shapes import Shape
-from .systems import AUTO, GRADIENTS, OURS, behind_auto, with_auto
+from .shapes import HIDDEN, TOKENS, Shape
+from .systems import AUTO, GRADIENTS, OURS, UNORDERED, behind_auto, with_auto
 
 Row = dict[str, Any]
 Rows = Sequence[Row]
@@ -71,15 +71,23 @@ def good(rows: Rows) -> list[Row]:
 
 def cell_of(row: Row) -> Shape:
     """What a row of the backward is about, whatever the system."""
-    return Shape(*(row[field] for field in Shape._fields))
+    return Shape.of_row(row)
 
 
-def cell_words(cell: Sequence[Any]) -> str:
-    """A cell in words, as short as can be."""
-    head_dim, causal, seqlen, batch, heads, kv_heads = cell
-    grouped = "" if heads == kv_heads else f", {heads}/{kv_heads} heads"
-    one = ", one sequence" if batch == 1 and seqlen < 16384 else ""
-    return f"d {head_dim} {'causal' if causal else 'full'} {length(seqlen)}{grouped}{one}"
+def cell_words(cell: Shape) -> str:
+    """A cell in words, as short as can be: heads only where they are not the paper's hidden size."""
+    keys = "" if cell.seqlen_k is None else f" x {length(cell.seqlen_k)}"
+    if cell.heads != cell.kv_heads:
+        heads = f", {cell.heads}/{cell.kv_heads} heads"
+    else:
+        heads = "" if cell.heads * cell.head_dim == HIDDEN else f", {cell.heads} heads"
+    one = ", one sequence" if cell.batch == 1 and 2 * cell.seqlen <= TOKENS else ""
+    return f"{mask_words(cell)} {length(cell.seqlen)}{keys}{heads}{one}"
+
+
+def mask_words(cell: Shape) -> str:
+    """A cell's head dimension and mask."""
+    return f"d {cell.head_dim} {'causal' if cell.causal else 'full'}"
 
 
 def length(tokens: int) -> str:
@@ -245,6 +253,162 @@ def headline(rows: Rows) -> Table:
 
 def _percent(part: float) -> str:
     return f"{100 * part:.1f} %"
+
+
+# Lengths.
+
+
+@dataclass(frozen=True)
+class Target:
+    """What "auto" is to reach.
+
+    Args:
+        over: what its speed is divided by, in words.
+        below: the speed of that.
+        every: the least ratio in each cell.
+        mean: the least geometric mean over all cells, if one is asked for.
+    """
+
+    over: str
+    below: Speed
+    every: float
+    mean: float | None = None
+
+    def ratios(self, rows: Rows) -> Ratios:
+        """The ratios in all cells that have both."""
+        return ratios(rows, of(AUTO), self.below)
+
+    def text(self, ratio: float | None) -> str:
+        """A cell's ratio, bold where it is below the target."""
+        if ratio is None:
+            return NONE
+        return f"**{ratio:.3f}**" if ratio < self.every else f"{ratio:.3f}"
+
+
+FASTEST = Target("the fastest peer", best_peer, 0.97, 1.05)
+DETERMINISTIC = Target("the fastest deterministic peer", best_deterministic_peer, 1.0)
+TARGETS = (FASTEST, DETERMINISTIC, Target("unordered", of(UNORDERED), 0.99))
+
+
+def failed_auto(rows: Rows) -> list[Shape]:
+    """The cells in which "auto" failed: no ratio tells of them."""
+    return [cell_of(row) for row in rows if "error" in row and row.get("system") == AUTO]
+
+
+def is_plain(cell: Shape) -> bool:
+    """Whether a cell is of the paper's kind: a square of its hidden size, with as many KV heads as heads."""
+    square = cell.seqlen_k is None and cell.heads == cell.kv_heads
+    return square and cell.heads * cell.head_dim == HIDDEN
+
+
+def lengths(rows: Rows) -> list[Table]:
+    """The record of `lengths`: a summary, what is below a target, and every cell."""
+    return [
+        length_summary(rows),
+        below_targets(rows),
+        plain_lengths(rows),
+        other_shapes(rows),
+        failed_systems(rows),
+    ]
+
+
+def length_summary(rows: Rows) -> Table:
+    """Geometric means and least ratios of "auto" to the targets, for each kind of cell."""
+    found = [target.ratios(rows).by_cell for target in TARGETS]
+    kinds: dict[str, list[Shape]] = {}
+    for cell in sorted(by_cell(rows), key=lambda cell: (not is_plain(cell), cell.seqlen_k is not None)):
+        kinds.setdefault(_kind_words(cell), []).append(cell)
+    if kinds:
+        kinds["all"] = [cell for cells in kinds.values() for cell in cells]
+
+    def numbers(ratios_of: dict[tuple[Any, ...], float], cells: list[Shape]) -> list[str]:
+        mine = [ratios_of[cell] for cell in cells if cell in ratios_of]
+        return [f"{statistics.geometric_mean(mine):.3f}", f"{min(mine):.3f}"] if mine else [NONE, NONE]
+
+    return Table(
+        "Speed of auto over others: geometric mean and lowest ratio",
+        ["kind", "cells", *(text for target in TARGETS for text in (f"over {target.over}", "lowest"))],
+        [
+            [name, str(len(cells)), *(text for ratios_of in found for text in numbers(ratios_of, cells))]
+            for name, cells in kinds.items()
+        ],
+    )
+
+
+def _kind_words(cell: Shape) -> str:
+    if cell.seqlen_k is not None:
+        return "queries and keys of unlike number"
+    mask = "causal" if cell.causal else "full"
+    if cell.heads != cell.kv_heads:
+        return f"groups of query heads, {mask}"
+    return mask_words(cell) if is_plain(cell) else "squares of other heads"
+
+
+def below_targets(rows: Rows) -> Table:
+    """The cells in which "auto" misses a target, the worst of each target first."""
+    lines = [[cell_words(cell), "any", "failed", NONE] for cell in failed_auto(rows)]
+    for target in TARGETS:
+        missed = {c: x for c, x in target.ratios(rows).by_cell.items() if x < target.every}
+        for cell in sorted(missed, key=missed.__getitem__):
+            lines.append([cell_words(cell), target.over, f"{missed[cell]:.3f}", f"{target.every:.2f}"])
+    return Table("Cells below a target", ["cell", "auto over", "ratio", "target"], lines, words=(0, 1))
+
+
+def plain_lengths(rows: Rows) -> Table:
+    """The cells of the paper's kind: lengths down, masks and head dimensions across."""
+    fastest, deterministic = (target.ratios(rows).by_cell for target in (FASTEST, DETERMINISTIC))
+    plain = [cell for cell in by_cell(rows) if is_plain(cell)]
+    columns = list(dict.fromkeys(map(mask_words, plain)))
+
+    def text(cell: Shape) -> str:
+        pair = FASTEST.text(fastest.get(cell)), DETERMINISTIC.text(deterministic.get(cell))
+        return f"{pair[0]} ({pair[1]})"
+
+    found = {(cell.seqlen, mask_words(cell)): text(cell) for cell in plain}
+    return Table(
+        f"auto over {FASTEST.over} (over {DETERMINISTIC.over}), by length; bold: below the target",
+        ["tokens", *columns],
+        [
+            [f"{seqlen:,}", *(found.get((seqlen, column), NONE) for column in columns)]
+            for seqlen in sorted({cell.seqlen for cell in plain})
+        ]
+        if fastest
+        else [],
+    )
+
+
+def other_shapes(rows: Rows) -> Table:
+    """All other cells: TFLOP/s of each system, and the ratios."""
+    cells = {cell: systems for cell, systems in by_cell(rows).items() if not is_plain(cell)}
+    names = list(dict.fromkeys(name for systems in cells.values() for name in systems))
+    fastest, deterministic = (target.ratios(rows).by_cell for target in (FASTEST, DETERMINISTIC))
+
+    body = []
+    for cell, systems in cells.items():
+        best = max(row["tflops"] for row in systems.values())
+        speeds = [_speed(systems[name]["tflops"], best) if name in systems else NONE for name in names]
+        over = FASTEST.text(fastest.get(cell)), DETERMINISTIC.text(deterministic.get(cell))
+        body.append([cell_words(cell), *speeds, *over])
+    return Table(
+        "Other shapes: TFLOP/s, and auto's ratios",
+        ["cell", *names, f"auto over {FASTEST.over}", f"over {DETERMINISTIC.over}"],
+        body,
+    )
+
+
+def _speed(tflops: float, best: float) -> str:
+    return f"**{tflops:.0f}**" if tflops == best else f"{tflops:.0f}"
+
+
+def failed_systems(rows: Rows) -> Table:
+    """What failed, with the reason: how many cells of each system."""
+    cells: dict[tuple[str, str], int] = {}
+    for row in rows:
+        if "error" in row:
+            key = (row.get("system", "all"), row["error"])
+            cells[key] = cells.get(key, 0) + 1
+    body = [[system, str(count), error] for (system, error), count in cells.items()]
+    return Table("Failed", ["system", "cells", "reason"], body, words=(0, 2))
 
 
 # Everything else.

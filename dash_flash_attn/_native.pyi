@@ -227,8 +227,8 @@ def kernels_loaded() -> bool:
 def resident_ctas(device: int, sm_margin: int = 0, stream: int = 0) -> int:
     """How many CTAs a stream of a CUDA device runs at the same time, with `sm_margin` SMs left to others.
 
-    Fewer than the device has SMs if the stream belongs to a green context, or under MPS or MIG. `stream` is the
-    address of a CUDA stream; 0 is the default stream of the context that is current.
+    Fewer than the device has SMs if the stream belongs to a green context, or under MPS or MIG. `stream` is
+    the address of a CUDA stream; 0 is the default stream of the context that is current.
 
     RuntimeError with the reason where the device cannot run the kernels.
     """
@@ -273,8 +273,8 @@ def backward(
         q, k, v, out, dout, dq, dk, dv: (address, batch stride, row stride, head stride) of matrices
             (batch, row, head, head_dim); strides in elements, the last dimension contiguous.
         lse: address of the natural log-sum-exp, float32 (batch, heads_q, seqlen_q), contiguous.
-        dlse: address of the gradient of lse, float32 and contiguous in its shape, or 0 for none. What it holds
-            for a query that sees no key (lse = -inf) is ignored.
+        dlse: address of the gradient of lse, float32 and contiguous in its shape, or 0 for none. What it
+            holds for a query that sees no key (lse = -inf) is ignored.
         workspace: address of `workspace_bytes` bytes, aligned to 256.
         shape: (batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim).
         element: "bf16" or "fp16".

@@ -28,6 +28,7 @@ from benchmarks import (
     compare,
     evaluate,
     harness,
+    lengths,
     nightly,
     publish,
     records,
@@ -38,7 +39,7 @@ from benchmarks import (
     tables,
 )
 from benchmarks.__main__ import COMMANDS
-from benchmarks.shapes import PAPER_SHAPES, Shape, cell_name, describe, flop
+from benchmarks.shapes import PAPER_SHAPES, Shape, cell_name, counted_pairs, describe, flop, inputs
 from dash_flash_attn import demo, ops, reference
 from dash_flash_attn.lab import clocks
 
@@ -69,6 +70,10 @@ def hashes(dq="1", auto="shift", inputs="0"):
     return {"inputs": inputs, "auto": auto, "shift": gradients, "naive": dict(gradients, dq="9")}
 
 
+def other_lengths(speed=500.0):
+    return [row(name, speed, shape) for shape in lengths.QUICK for name in ("auto", "unordered")]
+
+
 def night(rows=None, found=None, soak_failed=(), tests_failed=(), **more):
     return {
         "kind": "nightly",
@@ -79,6 +84,7 @@ def night(rows=None, found=None, soak_failed=(), tests_failed=(), **more):
             "failed_tests": list(tests_failed),
         },
         "backward": sweep_record([row("auto", 400.0), row("shift", 390.0)] if rows is None else rows, **more),
+        "lengths": sweep_record(other_lengths(), **more) | {"kind": "lengths"},
         "bits": {"kind": "bits", "environment": environment(), "cases": found or {"case": hashes()}},
         "soak": {
             "kind": "soak", "environment": environment(), "seconds": 60.0, "cases": 50,
@@ -343,11 +349,288 @@ def test_a_cell_of_the_sweep():
     assert "--peers-path" in by_name["fa3+"]["error"] and "ms" not in by_name["fa3+"]
 
 
-def test_cells_can_be_chosen_by_name(monkeypatch):
+def test_cells_can_be_chosen_by_name():
     parser = backward.sweep_parser("small_jobs", "", ("auto",))
     options = parser.parse_args(["--cells", "d1-none"])
     with pytest.raises(SystemExit, match="--cells: d1-none is none of d128-full-n512-b32-h16-kv16"):
-        backward.sweep("small_jobs", options, PAPER_SHAPES)
+        backward.named(options.cells, PAPER_SHAPES)
+    names = [cell_name(PAPER_SHAPES[5]), cell_name(PAPER_SHAPES[1])]
+    options = parser.parse_args(["--cells", ",".join(names)])
+    assert backward.named(options.cells, PAPER_SHAPES) == [PAPER_SHAPES[5], PAPER_SHAPES[1]]
+    assert backward.named(None, PAPER_SHAPES) == PAPER_SHAPES
+
+
+# Lengths.
+
+
+def test_the_drawn_lengths_are_the_same_each_time():
+    """Another list would make records incomparable."""
+    assert lengths.DRAWN == (
+        511, 607, 656, 725, 843, 947, 1062, 1190, 1308, 1467, 1734, 1866, 2184, 2486, 2818,
+        3194, 3304, 3713, 4419, 4873, 5242, 6223, 7152, 7999, 8361, 9483, 10297, 12947, 13321, 15872,
+    )  # fmt: skip
+    for seed in range(100):
+        drawn = lengths.drawn(30, seed)
+        assert sorted(set(drawn)) == drawn == lengths.drawn(30, seed) != lengths.drawn(30, seed + 1)
+        assert len(drawn) == 30 and drawn[0] >= 500 and drawn[-1] <= 16384
+        assert 3 < sum(n % 2 for n in drawn) < 27
+        assert sum(n < 2862 for n in drawn) == 15  # the geometric mean of the ends
+
+
+def test_the_cells_of_the_lengths():
+    cells = lengths.FULL
+    assert len(cells) == len(set(map(cell_name, cells))) == len(set(map(tables.cell_words, cells)))
+    assert set(lengths.QUICK) < set(cells) and len(lengths.QUICK) == 8
+    masks = {(d, causal) for d in (64, 128) for causal in (False, True)}
+    for seqlen in (*lengths.LENGTHS, *lengths.DRAWN, 32768, 65536):
+        mine = [s for s in cells if s.seqlen == seqlen and s.seqlen_k is None and s.heads == s.kv_heads]
+        assert {(s.head_dim, s.causal) for s in mine} == masks
+        if seqlen < 32768:
+            assert all(s.batch == max(1, 16384 // seqlen) for s in mine if s != lengths.SD35)
+            assert all(s.heads * s.head_dim == 2048 for s in mine if s != lengths.SD35)
+    groups = {
+        (s.head_dim, s.seqlen, s.heads, s.kv_heads) for s in cells if s.heads > s.kv_heads and not s.seqlen_k
+    }
+    unlike = [s for s in cells if s.seqlen_k is not None]
+    assert len(groups) == len(unlike) == 12
+    assert all(s.seqlen != s.keys for s in unlike) and {s.causal for s in unlike} == {False, True}
+    # Queries that see no key are no benchmark.
+    assert all(s.seqlen <= s.keys for s in unlike if s.causal)
+    for s in cells:
+        assert s.heads % s.kv_heads == 0 and 512 <= s.batch * s.seqlen <= 65536
+    kinds = list(map(lengths.kind, cells))
+    assert sum(a != b for a, b in zip(kinds, kinds[1:], strict=False)) == len(set(kinds)) - 1
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (5, 9), (9, 5), (1, 7), (7, 1), (16, 16), (3, 64)])
+def test_operations_are_those_of_the_visible_pairs(queries, keys, causal):
+    visible = sum(c <= r + keys - queries or not causal for r in range(queries) for c in range(keys))
+    shape = Shape(64, causal, queries, 3, 4, 2, keys)
+    assert counted_pairs(shape) == visible
+    assert flop(shape) == 5 * 2 * 64 * 3 * 4 * visible
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_square_counts_as_in_the_paper(causal):
+    """Half of all pairs under a mask, not one half of a pair a query more: old records are so."""
+    shape = Shape(128, causal, 96, 2, 4, 4)
+    assert flop(shape) == 10 * 2 * 4 * 96**2 * 128 * (0.5 if causal else 1)
+
+
+def test_rows_and_names_of_squares_are_what_they_were():
+    """Committed records have them; a row of queries and keys of unlike number says so."""
+    square = Shape(128, True, 2048, 8, 16, 16)
+    assert cell_name(square) == "d128-causal-n2048-b8-h16-kv16"
+    assert "seqlen_k" not in describe(square) and tables.cell_of(describe(square)) == square
+    unlike = square._replace(seqlen_k=512)
+    assert cell_name(unlike) == "d128-causal-n2048-k512-b8-h16-kv16"
+    assert tables.cell_of(json.loads(json.dumps(describe(unlike)))) == unlike
+    for kind, record in records.committed().items():
+        if kind in records.SWEEPS:
+            assert {r["cell"] for r in record["rows"]} == {
+                cell_name(tables.cell_of(r)) for r in record["rows"]
+            }
+
+
+def test_inputs_have_the_keys_that_a_shape_says():
+    sizes = [tuple(x.shape) for x in inputs(SMALL._replace(seqlen_k=70), "cpu")]
+    assert sizes == [(1, 192, 4, 64), (1, 70, 2, 64), (1, 70, 2, 64), (1, 192, 4, 64)]
+
+
+def test_a_cell_in_words():
+    words = {
+        "d 64 full 4250": Shape(64, False, 4250, 3, 32, 32),
+        "d 64 full 4250, 24 heads": lengths.SD35,
+        "d 64 full 8500": Shape(64, False, 8500, 1, 32, 32),
+        "d 128 causal 8k, one sequence": Shape(128, True, 8192, 1, 16, 16),
+        "d 128 causal 2k x 8k, 32/8 heads": Shape(128, True, 2048, 2, 32, 8, 8192),
+    }
+    assert {tables.cell_words(cell): cell for cell in words.values()} == words
+
+
+def test_cudnn_is_not_timed_under_another_mask():
+    """It would start the causal mask at the first key, where the others end it at the last."""
+    (cudnn,) = systems.peer_systems(["cudnn"], None)
+    with pytest.raises(NotImplementedError, match="aligns a causal mask"):
+        cudnn.backward(inputs(SMALL._replace(seqlen_k=70), "cpu"), True)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 213, 300])
+def test_parts_are_all_of_the_cells(count):
+    parts = [lengths.Part(number, count).of(lengths.FULL) for number in range(1, count + 1)]
+    assert [cell for part in parts for cell in part] == list(lengths.FULL)
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+@pytest.mark.parametrize("text", ["", "1", "0/2", "3/2", "1/0", "a/2", "1/2/3", "-1/2", "1/-2", "1.5/2"])
+def test_what_is_no_part_is_refused(text, capsys):
+    with pytest.raises(SystemExit):
+        lengths.main([f"--part={text}"])
+    assert "is no I/N with 1 <= I <= N" in capsys.readouterr().err
+
+
+class Refuses(Math):
+    """A peer that takes no more keys than queries."""
+
+    def fwd(self, q, k, v, causal):
+        if k.shape[1] > q.shape[1]:
+            raise ValueError("too many keys")
+        return super().fwd(q, k, v, causal)
+
+
+@pytest.fixture
+def small_lengths(monkeypatch):
+    """`lengths` with small cells, on the CPU, with a clock that tells how it was set."""
+    cells = (SMALL, SMALL._replace(seqlen_k=100), SMALL._replace(seqlen_k=300), SMALL._replace(causal=False))
+    set_to = []
+
+    def clock(run, lead_in, timed):
+        set_to.append((lead_in, timed))
+        run()
+        return 2.0
+
+    original = backward.measure_cell
+    monkeypatch.setattr(lengths, "FULL", cells)
+    monkeypatch.setattr(lengths, "QUICK", cells[:1])
+    monkeypatch.setattr(clocks, "short_median", clock)
+    monkeypatch.setattr(harness, "require_kernels", lambda: None)
+    monkeypatch.setattr(
+        backward, "measure_cell",
+        lambda *a, **more: original(*a, **more, matmul=lambda: None, device="cpu"),
+    )  # fmt: skip
+    return set_to
+
+
+def test_a_record_of_lengths_is_made_in_parts_and_merged(small_lengths, tmp_path, capsys):
+    paths = [tmp_path / name for name in ("whole.json", "first.json", "second.json", "merged.json")]
+    assert lengths.main(["--out", str(paths[0])]) == 0
+    assert set(small_lengths) == {(lengths.LEAD_IN_MS, lengths.TIMED_MS)}
+    assert len(small_lengths) == 4 * 3 * lengths.ROUNDS  # auto, unordered, the matmul
+    for number in (1, 2):
+        assert lengths.main(["--part", f"{number}/2", "--out", str(paths[number])]) == 0
+    parts = [json.loads(path.read_text()) for path in paths[1:3]]
+    assert [part["part"] for part in parts] == ["1/2", "2/2"] and len(parts[0]["rows"]) == 4
+    # In any order.
+    assert lengths.main(["--merge", str(paths[2]), str(paths[1]), "--out", str(paths[3])]) == 0
+    text = capsys.readouterr().out
+    assert "4 cells; written to" in text and "Not measured" not in text
+    # One part alone says which cells are left.
+    assert lengths.main(["--merge", str(paths[1]), "--out", str(tmp_path / "some.json")]) == 0
+    left = ",".join(map(cell_name, lengths.FULL[2:]))
+    assert f"Not measured: --cells {left}\n" in capsys.readouterr().out
+    whole, merged = (json.loads(paths[i].read_text()) for i in (0, 3))
+    assert "part" not in merged and merged.keys() == whole.keys()
+    for key in ("kind", "form", "rounds", "lead_in_ms", "timed_ms", "rows"):
+        assert merged[key] == whole[key], key
+    assert merged["environment"]["date"] == min(part["environment"]["date"] for part in parts)
+    assert merged["seconds"] == pytest.approx(sum(part["seconds"] for part in parts), abs=0.06)
+
+
+def test_the_quick_lengths_have_the_clock_of_the_sweep(small_lengths, tmp_path, monkeypatch):
+    assert lengths.main(["--quick", "--rounds", "2", "--out", str(tmp_path / "x.json")]) == 0
+    assert small_lengths == [(clocks.LEAD_IN_MS, clocks.TIMED_MS)] * 6
+    assert json.loads((tmp_path / "x.json").read_text())["lead_in_ms"] == clocks.LEAD_IN_MS
+    # Its merged parts are no full record.
+    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results")
+    assert lengths.main(["--merge", str(tmp_path / "x.json")]) == 0
+    assert [path.name for path in (tmp_path / "results").iterdir()] == ["lengths_quick.json"]
+
+
+def test_a_sweep_says_how_long_it_takes(small_lengths, tmp_path, capsys):
+    """Each of a round's series lasts at least its lead-in and what is timed; long calls need more."""
+    assert lengths.main(["--out", str(tmp_path / "x.json")]) == 0
+    matmul = 2 * harness.MATMUL_SIZE**3 / backward.SPEED / 1e9
+    at_least = 4 * lengths.ROUNDS * (3 * (lengths.LEAD_IN_MS + lengths.TIMED_MS) + 6 * matmul) / 1e3
+    assert f"4 cells, 2 systems: about {at_least / 60:.1f} minutes" in capsys.readouterr().out
+    assert backward.estimate(lengths.FULL, 2, lengths.ROUNDS, 40, 12) == pytest.approx(at_least, rel=0.01)
+    # Beside so long a call the lead-in is nothing: 8 calls in each of 2 rounds, and 2 before.
+    long = Shape(128, False, 1 << 19, 1, 1, 1)
+    seconds = 3 * (2 + 2 * 8) * flop(long) / backward.SPEED / 1e12
+    assert backward.estimate([long], 3, 2, 1, 1) == pytest.approx(seconds, rel=0.01)
+
+
+def test_all_cells_with_four_peers_fit_into_ten_minutes():
+    seconds = backward.estimate(lengths.FULL, 6, lengths.ROUNDS, lengths.LEAD_IN_MS, lengths.TIMED_MS)
+    assert seconds < 480  # the rest is for inputs and first calls
+
+
+def test_a_peer_that_refuses_a_shape_has_errors_there(small_lengths, tmp_path, capsys):
+    path = peer_module(tmp_path)
+    path.write_text("from test_evaluation import Refuses\n\n\ndef load(name):\n    return Refuses()\n")
+    out = tmp_path / "x.json"
+    assert lengths.main(["--peers", "some", "--peers-path", str(path), "--out", str(out)]) == 1
+    rows = json.loads(out.read_text())["rows"]
+    failed = [(r["cell"], r["system"]) for r in rows if "error" in r]
+    name = cell_name(SMALL._replace(seqlen_k=300))
+    assert failed == [(name, "some+"), (name, "some-")] and len(rows) == 4 * 4
+    assert "| some+ | 1 | ValueError: too many keys |" in capsys.readouterr().out
+
+
+def test_a_part_needs_a_place_of_its_own(small_lengths):
+    with pytest.raises(SystemExit, match="--part: say with --out"):
+        lengths.main(["--part", "1/2"])
+
+
+def test_peers_are_called_beforehand_once_a_kind(small_lengths, tmp_path, monkeypatch, capsys):
+    path = peer_module(tmp_path)
+    seen = []
+    monkeypatch.setattr(lengths, "inputs", lambda shape, device: seen.append(shape) or inputs(shape, "cpu"))
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--warm", "--peers", "math", "--peers-path", str(path)]
+    assert lengths.main(arguments) == 0
+    assert sorted(map(lengths.kind, seen)) == [(64, False, 2), (64, True, 2)] and small_lengths == []
+    seen.clear()
+    assert lengths.main([*arguments, "--part", "1/2"]) == 0 and len(seen) == 1
+    assert lengths.main(["--warm", "--peers", "broken", "--peers-path", str(path)]) == 1
+    assert "FAILED broken+: RuntimeError: not loaded: OSError: no such library" in capsys.readouterr().out
+
+
+def part_record(rows, **more):
+    return {
+        "kind": "lengths", "form": "full", "environment": environment(), "rounds": 3, "lead_in_ms": 40,
+        "timed_ms": 12, "part": "1/2", "seconds": 5.0, "rows": rows, **more,
+    }  # fmt: skip
+
+
+def test_a_cell_that_failed_in_one_part_comes_from_another():
+    first, second = lengths.FULL[:2]
+    broken = [{**describe(first), "error": "GpuLost: x"}, {**describe(second), "error": "GpuLost: x"}]
+    again = [row("auto", 1.0, first), {**describe(first), "system": "fa3+", "error": "RuntimeError: no"}]
+    for parts in ([broken, again], [again, broken]):
+        merged = lengths.merged([part_record(rows) for rows in parts])
+        assert merged["rows"] == [*again, broken[1]] and merged["seconds"] == 10.0
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"kind": "backward"}, "kind is lengths in one and backward in another"),
+        ({"form": "quick"}, "form is full"),
+        ({"rounds": 5}, "rounds is 3 in one and 5"),
+        ({"lead_in_ms": 100}, "lead_in_ms is 40"),
+        ({"environment": environment() | {"commit": "d" * 40}}, "commit is c"),
+        ({"environment": environment(device="another")}, "device is a GPU in one and another in another"),
+        ({}, "d128-full-n512-b32-h16-kv16 is measured in two"),
+    ],
+)
+def test_records_that_do_not_belong_together_are_not_merged(other, words, tmp_path):
+    parts = [part_record([row("auto", 1.0)]), part_record([row("auto", 1.0)], **other)]
+    with pytest.raises(ValueError, match=words):
+        lengths.merged(parts)
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path, part in zip(paths, parts, strict=True):
+        harness.write_json(path, part)
+    out = tmp_path / "out.json"
+    with pytest.raises(SystemExit, match=f"benchmarks: --merge: .*{words}"):
+        lengths.main(["--merge", *map(str, paths), "--out", str(out)])
+    assert not out.exists()
+
+
+def test_merged_changes_are_told():
+    changed = part_record([row("auto", 1.0)], environment=environment() | {"uncommitted_changes": True})
+    merged = lengths.merged([part_record([]), changed])
+    assert merged["environment"]["uncommitted_changes"] is True
 
 
 def test_errors_are_measured_against_float64(tmp_path):
@@ -701,7 +984,13 @@ def test_a_good_night_passes():
         (night() | {"soak": None}, "soak", "left no record"),
         (night() | {"tests": None}, "tests", "left no record"),
         (night() | {"bits": None}, "bits", "no hashes"),
-        (night() | {"backward": None}, "cells", "left no record"),
+        (night() | {"backward": None}, "cells", "the quick sweep left no record"),
+        (night() | {"lengths": None}, "cells", "the lengths left no record"),
+        (
+            night() | {"lengths": sweep_record(other_lengths(480.0))},
+            "slower",
+            "d 128 full 4k x 512, auto: 4.0% slower",
+        ),
         (night() | {"soak": night()["soak"] | {"cases": 0}}, "soak", "no case ran"),
         (
             night() | {"tests": night()["tests"] | {"passed": 0}},
@@ -730,6 +1019,24 @@ def test_new_bits_and_uncommitted_changes_are_noted():
     assert verdict.notes == ["bits of more are new", "the working tree has uncommitted changes"]
 
 
+def test_a_sweep_that_the_accepted_record_lacks_is_new_and_later_compared(shelf):
+    """Records that were accepted before there was a sweep of lengths have none."""
+    older = {key: value for key, value in night().items() if key != "lengths"}
+    verdict = compare.judge(night(), (Path("older.json"), older), ACCEPTED_BITS)
+    assert verdict.passed
+    assert verdict.notes == ["the cells of the lengths are new: older.json has none"]
+    failed = night() | {"lengths": sweep_record([{**describe(lengths.QUICK[0]), "error": "RuntimeError: x"}])}
+    verdict = compare.judge(failed, (Path("older.json"), older), ACCEPTED_BITS)
+    assert verdict.problems == {"cells": ["d128-full-n4250-b3-h16-kv16: RuntimeError: x"]}
+    # Once such a night is accepted, the next one is compared with it.
+    path, *_ = accept.accept(judged(night(), (Path("older.json"), older)), None, **shelf)
+    slower = night() | {"lengths": sweep_record(other_lengths(400.0))}
+    verdict = compare.judge(slower, (path, harness.read_json(path)), ACCEPTED_BITS)
+    assert len(verdict.problems["slower"]) == 2 * len(lengths.QUICK)
+    with pytest.raises(accept.NotAcceptable, match="not complete"):
+        accept.accept(judged(night()) | {"lengths": None}, None, **shelf)
+
+
 def test_the_last_accepted_record_is_the_newest_of_the_same_gpu(tmp_path):
     for name, device in (("20260101", "H200"), ("20260102", "H200"), ("20260103", "H100")):
         harness.write_json(tmp_path / f"{name}.json", night(device=device))
@@ -754,14 +1061,11 @@ def project(tmp_path, monkeypatch):
     steps = []
 
     def run(record, again=None):
-        left = iter([record["tests"], record["backward"], again, record["bits"], record["soak"]])
+        parts = {"GPU tests": "tests", "quick sweep": "backward"}
 
         def step(title, out, *arguments, environment=None):
             steps.append((title, arguments))
-            found = next(left)
-            while title in ("bits", "soak") and found is again:
-                found = next(left)
-            return found
+            return again if title.endswith("again") else record[parts.get(title, title)]
 
         monkeypatch.setattr(nightly, "step", step)
         return nightly.main(["--folder", str(tmp_path / "out")])
@@ -776,7 +1080,8 @@ def test_a_night(project, capsys):
     record = json.loads((project.out / "record.json").read_text())
     assert record["verdict"] == {"passed": True, "problems": {}, "notes": [], "accepted": "20260101.json"}
     assert "PASSED" in (project.out / "report.html").read_text()
-    assert [title for title, _ in project.steps] == ["GPU tests", "quick sweep", "bits", "soak"]
+    assert [title for title, _ in project.steps] == ["GPU tests", "quick sweep", "lengths", "bits", "soak"]
+    assert project.steps[2][1][2:6] == ("lengths", "--quick", "--rounds", str(clocks.ROUNDS))
 
 
 def test_a_slow_cell_is_measured_again_before_it_counts(project, capsys):
@@ -784,8 +1089,20 @@ def test_a_slow_cell_is_measured_again_before_it_counts(project, capsys):
     assert project(slow, sweep_record([row("auto", 398.0), row("shift", 1.0, error="x")])) == 0
     assert project.steps[2][0] == "1 cells again"
     assert project.steps[2][1][-3] == "d128-full-n512-b32-h16-kv16"
+    assert project.steps[2][1][2:6] == ("backward", "--quick", "--rounds", str(3 * clocks.ROUNDS))
     assert project(slow, sweep_record([row("auto", 302.0), row("shift", 390.0)])) == 1
     assert "slower: d 128 full 512, auto: 24.5% slower" in capsys.readouterr().out
+
+
+def test_a_slow_cell_of_another_length_is_measured_again_too(project):
+    slow = night() | {
+        "lengths": sweep_record([*other_lengths()[:-1], row("unordered", 1, lengths.QUICK[-1])])
+    }
+    again = sweep_record([row(name, 499.0, lengths.QUICK[-1]) for name in ("auto", "unordered")])
+    assert project(slow, again) == 0
+    title, arguments = project.steps[3]
+    assert title == "1 cells again" and arguments[2] == "lengths"
+    assert arguments[-3] == cell_name(lengths.QUICK[-1])
 
 
 def test_a_bad_night_says_what_is_wrong(project, capsys):
@@ -974,6 +1291,159 @@ def test_tables_of_everything_else():
         assert all(len(line) == len(table.header) for line in table.rows)
 
 
+def record_of_lengths(**speeds):
+    """All cells of the record, auto at 110 % of the peers, but for a few that a test gives."""
+    rows = []
+    for shape in lengths.FULL:
+        found = {"auto": 550, "unordered": 520, "fa3+": 400, "fa3-": 500, "fa4+": 450, "fa4-": 490}
+        rows += [row(n, x, shape) for n, x in (found | speeds.get(cell_name(shape), {})).items()]
+    return part_record(rows)
+
+
+PLAIN_CELL, CROSS_CELL = (cell_name(lengths.QUICK[i]) for i in (0, 2))
+
+
+def targets(record):
+    return {tuple(line[:2]): line[2:] for line in claims.targets({"lengths": record} if record else {}).rows}
+
+
+EVERY = [("the fastest peer", "0.97 in every cell"), ("the fastest deterministic peer", "1.00 in every cell"),
+         ("unordered", "0.99 in every cell")]  # fmt: skip
+MEAN = ("the fastest peer", "1.05 in the geometric mean")
+
+
+def test_targets_hold_where_every_cell_meets_them():
+    found = targets(record_of_lengths())
+    assert list(found) == [EVERY[0], MEAN, *EVERY[1:]]
+    assert [found[line][0] for line in (*EVERY, MEAN)] == ["yes"] * 4
+    assert found[MEAN] == ["yes", "1.100"]
+    assert found[EVERY[1]][1].startswith("1.222 at worst")
+
+
+@pytest.mark.parametrize(
+    ("speeds", "line", "worst"),
+    [
+        ({"fa4-": 568}, EVERY[0], "0.968"),
+        ({"fa4+": 551}, EVERY[1], "0.998"),
+        ({"unordered": 556}, EVERY[2], "0.989"),
+    ],
+)
+@pytest.mark.parametrize("cell", [PLAIN_CELL, CROSS_CELL])
+def test_one_cell_below_is_enough_for_a_target_to_fail(cell, speeds, line, worst):
+    record = record_of_lengths(**{cell: speeds})
+    found = targets(record)
+    words = tables.cell_words(next(s for s in lengths.FULL if cell_name(s) == cell))
+    assert found[line] == ["in 212 of 213 cells", f"{worst} at worst ({words})"]
+    assert all(found[other][0] == "yes" for other in (*EVERY, MEAN) if other != line)
+    (missed,) = tables.below_targets(record["rows"]).rows
+    assert missed == [words, line[0], worst, line[1][:4]]
+
+
+def test_a_mean_below_is_told():
+    slow = {cell_name(s): {"auto": 520} for s in lengths.FULL}
+    found = targets(record_of_lengths(**slow))
+    assert found[MEAN] == ["no", "1.040"] and found[EVERY[0]][0] == "yes"
+
+
+def test_a_target_does_not_hold_where_auto_failed_or_was_not_measured():
+    record = record_of_lengths()
+    rows = [r for r in record["rows"] if r["cell"] != PLAIN_CELL]
+    failed = {**describe(lengths.QUICK[0]), "system": "auto", "error": "RuntimeError: x"}
+    peers = [row("fa3+", 400, lengths.QUICK[0]), row("unordered", 400, lengths.QUICK[0])]
+    found = targets({"rows": [*rows, failed, *peers]})
+    assert {found[line][0] for line in EVERY} == {"in 212 of 213 cells"}
+    assert found[MEAN] == ["so far", "1.100; auto failed in 1 of 213 cells"]
+    assert ["d 128 full 4250", "any", "failed", tables.NONE] in tables.below_targets([*rows, failed]).rows
+    # A cell that is not there, or that failed as a whole.
+    for more in ([], [{**describe(lengths.QUICK[0]), "error": "GpuLost: x"}]):
+        found = targets({"rows": [*rows, *more]})
+        assert {found[line][0] for line in EVERY} == {"in 212 of 213 cells"}
+        assert found[MEAN] == ["so far", "1.100; 1 of 213 cells not measured"]
+    # A peer that refuses one is no failure of ours while there is another.
+    refused = [r for r in record["rows"] if (r["cell"], r["system"]) != (PLAIN_CELL, "fa3+")]
+    assert targets({"rows": refused}) == targets(record)
+
+
+def test_targets_are_not_measured_without_a_record_or_peers():
+    assert set(map(tuple, targets(None).values())) == {(tables.NONE, "not measured yet")}
+    alone = [r for r in record_of_lengths()["rows"] if r["system"] in systems.OURS]
+    found = targets({"rows": alone})
+    assert found[EVERY[2]][0] == "yes"
+    assert [found[line] for line in (EVERY[0], MEAN, EVERY[1])] == [[tables.NONE, "not measured yet"]] * 3
+    # Nothing is measured where all of it failed.
+    assert targets({"rows": [{**describe(s), "error": "x"} for s in lengths.FULL]}) == targets(None)
+
+
+def test_tables_of_lengths():
+    record = record_of_lengths(**{PLAIN_CELL: {"fa3-": 600}, CROSS_CELL: {"auto": 440}})
+    refused = {**describe(lengths.QUICK[2]), "system": "cudnn-", "error": "RuntimeError: no"}
+    rows = [*record["rows"], refused]
+    summary, missed, plain, others, failed = tables.lengths(rows)
+    kinds = {line[0]: line[1:] for line in summary.rows}
+    assert list(kinds)[:4] == ["d 128 full", "d 128 causal", "d 64 full", "d 64 causal"]
+    assert kinds["d 128 full"][0] == "42" and kinds["all"][0] == "213"
+    assert kinds["d 128 full"][1:3] == [f"{(1.1**41 * 550 / 600) ** (1 / 42):.3f}", "0.917"]
+    assert kinds["queries and keys of unlike number"] == [
+        "12", f"{(1.1**11 * 0.88) ** (1 / 12):.3f}", "0.880", f"{(11 / 9) * 0.8 ** (1 / 12):.3f}", "0.978",
+        f"{(55 / 52) * 0.8 ** (1 / 12):.3f}", "0.846",
+    ]  # fmt: skip
+    assert [line[:3] for line in missed.rows] == [
+        ["d 128 full 4k x 512", "the fastest peer", "0.880"],
+        ["d 128 full 4250", "the fastest peer", "0.917"],
+        ["d 128 full 4k x 512", "the fastest deterministic peer", "0.978"],
+        ["d 128 full 4k x 512", "unordered", "0.846"],
+    ]
+    grid = {line[0]: line[1:] for line in plain.rows}
+    assert list(plain.header[1:]) == ["d 128 full", "d 128 causal", "d 64 full", "d 64 causal"]
+    assert list(grid) == [f"{n:,}" for n in sorted({*lengths.LENGTHS, *lengths.DRAWN})]
+    assert grid["4,250"] == ["**0.917** (1.222)", *["1.100 (1.222)"] * 3]
+    assert len(others.rows) == 213 - 168
+    line = next(line for line in others.rows if line[0] == "d 128 full 4k x 512")
+    assert line == [
+        "d 128 full 4k x 512",
+        "440",
+        "**520**",
+        "400",
+        "500",
+        "450",
+        "490",
+        "**0.880**",
+        "**0.978**",
+    ]
+    assert failed.rows == [["cudnn-", "1", "RuntimeError: no"]]
+    for table in (summary, missed, plain, others, failed):
+        assert all(len(line) == len(table.header) for line in table.rows)
+
+
+def test_tables_of_lengths_without_peers():
+    rows = other_lengths()
+    summary, missed, plain, others, failed = tables.lengths(rows)
+    assert summary.rows[-1] == ["all", "8", *[tables.NONE] * 4, "1.000", "1.000"]
+    assert not missed.rows and not plain.rows and not failed.rows
+    assert {tuple(line[-2:]) for line in others.rows} == {(tables.NONE, tables.NONE)}
+    assert all(not table.rows for table in tables.lengths([]))
+
+
+def test_the_chart_of_lengths_has_a_panel_a_mask_and_every_ratio():
+    from benchmarks import charts
+
+    record = record_of_lengths(**{PLAIN_CELL: {"fa3-": 600}})
+    figure = charts.lengths(record["rows"])
+    panels = {axes.get_title(): axes for axes in figure.axes}
+    assert list(panels) == ["d 128 full", "d 128 causal", "d 64 full", "d 64 causal"]
+    drawn = {line.get_label(): line for line in panels["d 128 full"].lines}
+    points = dict(zip(*drawn["over the fastest peer"].get_data(), strict=True))
+    assert sorted(points) == sorted({*lengths.LENGTHS, *lengths.DRAWN})
+    assert points[4250] == pytest.approx(550 / 600) and points[700] == pytest.approx(1.1)
+    others = drawn["over the fastest deterministic peer, other heads"].get_xdata()
+    grouped = [s.seqlen for s in lengths.GROUPED if s.head_dim == 128 and not s.causal]
+    assert sorted(others) == sorted([*grouped, 32768, 65536])
+    assert [title for title, _ in charts.length_panels(record["rows"])] == list(panels)
+    assert charts.svg(figure) == charts.svg(charts.lengths(record["rows"]))
+    # What has no ratio yet has a chart all the same.
+    assert b"<svg" in charts.svg(charts.lengths([row("auto", 1.0, lengths.UNLIKE[0])]))
+
+
 # Claims, documents, report.
 
 
@@ -1114,6 +1584,23 @@ def test_publish_overwrites_nothing_where_it_has_nothing(tmp_path, capsys):
         assert error.count("\n") == 1 and why in error
     assert document.read_text() == text and not page.exists()
     assert sorted(results.iterdir()) == before and not list(empty.iterdir())
+
+
+@pytest.mark.parametrize("form", ["full", "quick"])
+def test_publish_shows_the_lengths(form, tmp_path):
+    """The full form with a chart; the quick one without: it has a cell or two a line."""
+    results, document = tmp_path / "results", tmp_path / "page.md"
+    names = ("targets", "lengths")
+    document.write_text("".join(f"<!-- measured: {name} -->\n<!-- /measured -->\n" for name in names))
+    rows = record_of_lengths()["rows"] if form == "full" else other_lengths()
+    harness.write_json(results / "lengths.json", part_record(rows) | {"form": form})
+    arguments = ["--results", str(results), "--document", str(document), "--report", str(tmp_path / "r.html")]
+    assert publish.main(arguments) == 0
+    text, page = document.read_text(), (tmp_path / "r.html").read_text()
+    assert "| unordered | 0.99 in every cell |" in text and "| all | " in text
+    assert (results / "lengths.svg").exists() == (form == "full")
+    assert ("![Every length](../benchmarks/results/lengths.svg)" in text) == (form == "full")
+    assert page.count("<img") == (4 if form == "full" else 0)
 
 
 def test_publish_writes_charts_document_and_report(tmp_path, capsys):

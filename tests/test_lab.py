@@ -1111,7 +1111,7 @@ def test_the_committed_calibration_is_what_explain_uses():
     assert sms == result["sms"] and {t.shape for t in timings} == set(calibrate.PAPER_SHAPES)
     # Its predictions are the model's, and not some older model's.
     for row in result["rows"]:
-        shape = calibrate.Shape(**{name: row[name] for name in calibrate.Shape._fields})
+        shape = calibrate.Shape.of_row(row)
         if shape.seqlen <= 1024:
             us = calibrate.predict(
                 shape, row["system"], H200_COSTS[shape.head_dim], sms, result["prepare_us"]

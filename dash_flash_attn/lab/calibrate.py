@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -40,7 +40,7 @@ _STEPS = 8
 
 
 class Shape(NamedTuple):
-    """The sizes of one backward call of self-attention."""
+    """The sizes of one backward call: `seqlen` queries, and as many keys where `seqlen_k` is None."""
 
     head_dim: int
     causal: bool
@@ -48,9 +48,25 @@ class Shape(NamedTuple):
     batch: int
     heads: int
     kv_heads: int
+    seqlen_k: int | None = None
+
+    @classmethod
+    def of_row(cls, row: Mapping[str, Any]) -> Shape:
+        """The shape of a record's row. Raises KeyError for a row that lacks a size."""
+        return cls(*(row[name] for name in cls._fields if name != "seqlen_k"), row.get("seqlen_k"))
+
+    @property
+    def keys(self) -> int:
+        """The number of keys."""
+        return self.seqlen if self.seqlen_k is None else self.seqlen_k
+
+    def columns(self) -> dict[str, Any]:
+        """The sizes as columns of a record's row; `seqlen_k` only where it is not None."""
+        return {name: value for name, value in self._asdict().items() if value is not None}
 
     def __str__(self) -> str:
-        return f"d {self.head_dim} {'causal' if self.causal else 'full'} {self.seqlen}"
+        tokens = str(self.seqlen) if self.seqlen_k is None else f"{self.seqlen} x {self.seqlen_k}"
+        return f"d {self.head_dim} {'causal' if self.causal else 'full'} {tokens}"
 
 
 class Timing(NamedTuple):
@@ -174,9 +190,9 @@ class Calibration:
                 "mean_causal": self.mean_rank_correlation(True),
                 "lowest": min(self.rank_correlations.values(), default=None),
             },
-            "worst_miss": {**timing.shape._asdict(), "system": timing.schedule, "miss": miss},
+            "worst_miss": {**timing.shape.columns(), "system": timing.schedule, "miss": miss},
             "worst_choice": {
-                rule: {**worst.shape._asdict(), "system": worst.schedule, "loss": worst.loss}
+                rule: {**worst.shape.columns(), "system": worst.schedule, "loss": worst.loss}
                 for rule, worst in (
                     ("best_predicted", _worst(self.choices())),
                     ("auto", _worst(self.choices(auto))),
@@ -184,7 +200,7 @@ class Calibration:
                 if worst
             },
             "rows": [
-                {**t.shape._asdict(), "system": t.schedule, "ms": t.us / 1e3, "predicted_ms": float(us) / 1e3}
+                {**t.shape.columns(), "system": t.schedule, "ms": t.us / 1e3, "predicted_ms": float(us) / 1e3}
                 for t, us in zip(self.timings, self.predicted, strict=True)
             ],
         }
@@ -231,9 +247,7 @@ def _worst(choices: Sequence[Choice]) -> Choice | None:
 
 def auto(shape: Shape) -> str:
     """What "auto" takes."""
-    return auto_schedule(
-        shape.seqlen, shape.seqlen, shape.heads, shape.kv_heads, shape.head_dim, shape.causal
-    )
+    return auto_schedule(shape.seqlen, shape.keys, shape.heads, shape.kv_heads, shape.head_dim, shape.causal)
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
@@ -257,7 +271,7 @@ def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
 @lru_cache(maxsize=128)
 def _plan(shape: Shape, schedule: str, num_sms: int) -> Plan:
     return plan_call(
-        schedule, shape.batch, shape.seqlen, shape.seqlen, shape.heads, shape.kv_heads, shape.head_dim,
+        schedule, shape.batch, shape.seqlen, shape.keys, shape.heads, shape.kv_heads, shape.head_dim,
         shape.causal, num_sms,
     )  # fmt: skip
 
@@ -342,7 +356,7 @@ def read_record(path: Path) -> tuple[list[Timing], int, dict[str, Any]]:
         record = json.loads(path.read_text())
         environment = dict(record["environment"])
         timings = [
-            Timing(Shape(**{name: row[name] for name in Shape._fields}), row["system"], row["ms"] * 1e3)
+            Timing(Shape.of_row(row), row["system"], row["ms"] * 1e3)
             for row in record["rows"]
             if row["system"] in SCHEDULES and "ms" in row
         ]
@@ -376,10 +390,10 @@ def measure(
 
     timings = []
     for shape in shapes:
-        heads = (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
+        queries, keys = (shape.seqlen, shape.heads), (shape.keys, shape.kv_heads)
         q, k, v, dout = (
-            torch.randn(shape.batch, shape.seqlen, h, shape.head_dim, device=device, dtype=torch.bfloat16)
-            for h in heads
+            torch.randn(shape.batch, *size, shape.head_dim, device=device, dtype=torch.bfloat16)
+            for size in (queries, keys, keys, queries)
         )
         scale = shape.head_dim**-0.5
         out, lse = torch.ops.dash_flash_attn.forward(q, k, v, scale, shape.causal)

@@ -13,22 +13,29 @@ LEAD_IN_MS = 100
 
 After 20 ms it was 6 % behind a large matmul and -3 % behind calls that mostly wait (docs/performance.md).
 """
+TIMED_MS = 25
+"""How long a series of calls is that is timed."""
 
 Run = Callable[[], Any]
 Clock = Callable[[Run], float]
 """Takes a call, and returns what it lasts on the GPU, in milliseconds."""
 
 
-def short_median(run: Run) -> float:
-    """The median time of some 25 ms of calls, each with a cold L2 cache. Milliseconds.
+def short_median(run: Run, lead_in: float = LEAD_IN_MS, timed: float = TIMED_MS) -> float:
+    """The median time of a short series of calls, each with a cold L2 cache. Milliseconds.
 
-    triton's do_bench, after LEAD_IN_MS of calls; where there is no triton `few_calls`, after one.
+    triton's do_bench; where there is no triton `few_calls`, after one call.
+
+    Args:
+        run: the call.
+        lead_in: milliseconds of calls that are not timed.
+        timed: milliseconds of calls that are; one call at least.
     """
     try:
         from triton.testing import do_bench
     except ImportError:
         return few_calls(run, calls=9)
-    return do_bench(run, warmup=LEAD_IN_MS, rep=25, return_mode="median")
+    return do_bench(run, warmup=lead_in, rep=timed, return_mode="median")
 
 
 def few_calls(run: Run, calls: int = 2) -> float:
