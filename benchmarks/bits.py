@@ -105,7 +105,7 @@ def hashes(case: BitCase, device: str = "cuda") -> dict[str, Any]:
         ),
     }
     for schedule in SCHEDULES:
-        gradients = torch.ops.dash_flash_attn.backward(*tensors, scale, case.causal, schedule, True, 0)
+        gradients = torch.ops.dash_flash_attn.backward(*tensors, scale, case.causal, schedule, 0)
         found[schedule] = {name: digest([x]) for name, x in zip(GRADIENTS, gradients, strict=True)}
     return found
 

@@ -140,7 +140,7 @@ def check(case: SoakCase, device: str = "cuda") -> list[str]:
     def compute(sm_margin: int) -> tuple[Tensor, ...]:
         out, lse = torch.ops.dash_flash_attn.forward(q, k, v, scale, case.causal)
         gradients = torch.ops.dash_flash_attn.backward(
-            dout, q, k, v, out, lse, scale, case.causal, case.schedule, True, sm_margin
+            dout, q, k, v, out, lse, scale, case.causal, case.schedule, sm_margin
         )
         return out, *gradients
 

@@ -1,7 +1,7 @@
 """Our backward and other projects', behind one interface.
 
-A name with + is a deterministic backward, one with - is not. Ours go by their schedule; `unordered` is our
-kernel with its sums in the order of arrival.
+A name with + is a deterministic backward, one with - is not. Ours go by their schedule; `unordered` is the
+control, with dQ summed in the order of arrival.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dash_flash_attn import flash_attn_func
+from dash_flash_attn.checks import UNORDERED
 from dash_flash_attn.lab.calibrate import auto
 from dash_flash_attn.schedule import SCHEDULES
 from dash_flash_attn.torch_settings import deterministic_algorithms
@@ -25,7 +26,6 @@ from .harness import Row
 from .shapes import Shape, describe
 
 AUTO = "auto"
-UNORDERED = "unordered"
 OURS = (*SCHEDULES, AUTO, UNORDERED)
 
 GRADIENTS = ("dq", "dk", "dv")
@@ -62,9 +62,9 @@ class Ours:
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool,
         deterministic: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """See `Attention`."""
+        """See `Attention`. The schedule says whether it is deterministic."""
         return torch.ops.dash_flash_attn.backward(
-            dout, q, k, v, out, lse, q.shape[-1] ** -0.5, causal, self.schedule, deterministic, 0
+            dout, q, k, v, out, lse, q.shape[-1] ** -0.5, causal, self.schedule, 0
         )
 
 
@@ -176,16 +176,15 @@ class System:
         if isinstance(self.implementation, str):
             raise RuntimeError(self.implementation)
         if self.ours:
-            schedule = AUTO if self.name == UNORDERED else self.name
             return flash_attn_func(
-                q, k, v, causal=causal, deterministic=self.deterministic, schedule=schedule
+                q, k, v, causal=causal, deterministic=self.deterministic, schedule=self.name
             )
         return _Differentiable.apply(q, k, v, causal, self)
 
 
 def our_system(name: str) -> System:
     """The system of one of OURS."""
-    return System(name, Ours(AUTO if name == UNORDERED else name), deterministic=name != UNORDERED)
+    return System(name, Ours(name), deterministic=name != UNORDERED)
 
 
 def peer_systems(names: Sequence[str], path: Path | None) -> list[System]:

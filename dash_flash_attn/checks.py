@@ -1,18 +1,34 @@
 """What the public functions refuse, and how they say it: every message starts with the argument's name."""
 
+import numbers
+import warnings
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from .dispatch import is_constant
 from .schedule import SCHEDULES, schedule_name
+
+UNORDERED = "unordered"
+"""The control: the visits of "auto", with dQ summed in the order of arrival."""
 
 CUDA_HEAD_DIMS = (64, 128)
 CUDA_MAX_BATCH = CUDA_MAX_HEADS = 65535  # two dimensions of a launch
 CUDA_DTYPES = (torch.bfloat16, torch.float16)
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 _LARGEST_SCALE = torch.finfo(torch.float32).max / 2
+_NO_WINDOW = (-1, -1)
+# As tuples: older compilers know no unions of types.
+_FLAGS = (bool, np.bool_)
+_INTEGERS = (int, np.integer, torch.SymInt)
+_NUMBERS = (numbers.Real, torch.SymInt, torch.SymFloat)
 CPU_DTYPES = (*CUDA_DTYPES, torch.float32, torch.float64)
+# flash_attn 2 has dropout_p in the position of softmax_scale, and that in the position of causal.
+_POSITIONS = (
+    "the positions are FlashAttention-3's, (q, k, v, softmax_scale, causal, ...), and dropout_p is a keyword"
+)
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -23,19 +39,21 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         ValueError: shapes or devices that do not fit together.
         NotImplementedError: a head dimension without a kernel, more heads or entries than a launch has, a
             device that is neither CPU nor CUDA.
+
+    Tensors on meta are refused as on CUDA, so that a dry run tells what a GPU will say.
     """
     # Each attribute is read once: a read makes a new object, and this runs in both passes of every call.
     dtype, device = q.dtype, q.device
     q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
     for name, x, shape in (("q", q, q_shape), ("k", k, k_shape), ("v", v, v_shape)):
         if len(shape) != 4:
-            raise ValueError(f"{name}: expected (batch, seqlen, heads, head_dim), got {_shape(x)}")
+            raise _no_four_dimensions(name, x)
         if x.dtype != dtype:
             raise TypeError(f"{name}: expected q's dtype {dtype}, got {x.dtype}")
         if x.device != device:
             raise ValueError(f"{name}: expected q's device {device}, got {x.device}")
         if x.layout is not torch.strided:
-            raise TypeError(f"{name}: expected a dense tensor, got the layout {x.layout}")
+            raise _not_dense(name, x)
         if shape[0] != q_shape[0] or shape[3] != q_shape[3]:
             raise ValueError(f"{name}: expected q's batch and head_dim, {_shape(q)}, got {_shape(x)}")
     if v_shape != k_shape:
@@ -47,39 +65,44 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     if head_dim == 0:
         raise ValueError("q: head_dim must not be 0")
     kind = device.type
-    if kind == "cuda":
+    if kind in ("cuda", "meta"):
+        where = "on CUDA" if kind == "cuda" else "on meta, as on CUDA,"
         if dtype not in CUDA_DTYPES:
-            raise TypeError(f"q: on CUDA the dtype must be bfloat16 or float16, got {dtype}")
+            raise TypeError(f"q: {where} the dtype must be bfloat16 or float16, got {dtype}")
         if head_dim not in CUDA_HEAD_DIMS:
-            raise NotImplementedError(f"q: on CUDA head_dim must be 64 or 128, got {head_dim}")
+            raise NotImplementedError(f"q: {where} head_dim must be 64 or 128, got {head_dim}")
         if batch > CUDA_MAX_BATCH or heads_q > CUDA_MAX_HEADS:
             raise NotImplementedError(
-                f"q: on CUDA batch and heads must be at most {CUDA_MAX_BATCH}, got {_shape(q)}"
+                f"q: {where} batch and heads must be at most {CUDA_MAX_BATCH}, got {_shape(q)}"
             )
-    elif kind not in ("cpu", "meta"):
+    elif kind != "cpu":
         raise NotImplementedError(f"q: expected a tensor on CUDA or CPU, got {device}")
     elif dtype not in CPU_DTYPES:
         raise TypeError(f"q: the dtype must be a 16, 32 or 64 bit floating point type, got {dtype}")
 
 
-def check_gradient_tensors(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+def check_gradient_tensors(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None = None
+) -> None:
     """Refuses inputs of the backward that are not those of one forward: ValueError, TypeError.
 
     Kernels would read beyond them.
     """
     shape, dtype, device = q.shape, q.dtype, q.device
+    statistics = (("lse", lse),) if dlse is None else (("lse", lse), ("dlse", dlse))
     for name, x in (("dout", dout), ("out", out)):
         if x.shape != shape:
             raise ValueError(f"{name}: expected q's shape {_shape(q)}, got {_shape(x)}")
         if x.dtype != dtype:
             raise TypeError(f"{name}: expected q's dtype {dtype}, got {x.dtype}")
-    for name, x in (("dout", dout), ("out", out), ("lse", lse)):
+    for name, x in (("dout", dout), ("out", out), *statistics):
         if x.device != device:
             raise ValueError(f"{name}: expected q's device {device}, got {x.device}")
-    if lse.shape != (shape[0], shape[2], shape[1]):
-        raise ValueError(f"lse: expected (batch, heads, seqlen) of q {_shape(q)}, got {_shape(lse)}")
-    if lse.dtype != lse_dtype(q):
-        raise TypeError(f"lse: expected {lse_dtype(q)}, got {lse.dtype}")
+    for name, x in statistics:
+        if x.shape != (shape[0], shape[2], shape[1]):
+            raise ValueError(f"{name}: expected (batch, heads, seqlen) of q {_shape(q)}, got {_shape(x)}")
+        if x.dtype != lse_dtype(q):
+            raise TypeError(f"{name}: expected {lse_dtype(q)}, got {x.dtype}")
     check_tensors(q, k, v)
 
 
@@ -94,65 +117,144 @@ def check_is_tensor(name: str, x: object) -> None:
         raise TypeError(f"{name}: expected a tensor, got {x!r:.100}")
 
 
-def check_call(q: Tensor, k: Tensor, v: Tensor, causal: bool, deterministic: bool) -> None:
-    """Refuses arguments of another type: TypeError."""
+def check_attention(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """TypeError for what is no dense tensor, ValueError for one that has not four dimensions."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_is_tensor(name, x)
-    # Or a caller of flash_attn 2, who passes the scale in the position of causal, would get a mask.
-    for name, value in (("causal", causal), ("deterministic", deterministic)):
-        if value not in (True, False):
-            raise TypeError(f"{name}: expected True or False, got {value!r}")
+        if x.dim() != 4:
+            raise _no_four_dimensions(name, x)
+        if x.layout is not torch.strided:
+            raise _not_dense(name, x)
+
+
+def check_flag(name: str, value: bool, hint: str = "") -> bool:
+    """TypeError for what is neither True nor False."""
+    # Numbers too: a caller of flash_attn 2, who passes the scale in the position of causal, would get a mask.
+    if not isinstance(value, _FLAGS):
+        raise TypeError(f"{name}: expected True or False, got {_described(value)}{hint}")
+    return True if value else False  # noqa: SIM210 - older compilers know no bool() of a symbol
+
+
+def check_causal(causal: bool) -> bool:
+    """TypeError for what is neither True nor False."""
+    return check_flag("causal", causal, f"; {_POSITIONS}")
 
 
 def check_heads_q(num_heads_q: int | None) -> None:
     """TypeError for what is no number of heads."""
-    if num_heads_q is not None and not isinstance(num_heads_q, int):
-        raise TypeError(f"num_heads_q: expected a number of heads, got {num_heads_q!r}")
+    if num_heads_q is not None and not _is_integer(num_heads_q):
+        raise TypeError(f"num_heads_q: expected a number of heads, got {_described(num_heads_q)}")
 
 
-def check_scale(softmax_scale: float | None, head_dim: int) -> float:
-    """The factor on the scores: 1 / sqrt(head_dim) for None.
+def check_scale(softmax_scale: float) -> float:
+    """The factor on the scores.
 
-    TypeError for what is no number. ValueError unless positive and finite, as a float32 and with room for the
-    kernels' factor log2(e).
+    TypeError for what is no number; a tensor's gradient would be lost. ValueError unless it is finite and not
+    0, as a float32 and with room for the kernels' factor log2(e).
     """
-    if softmax_scale is None:
-        return max(head_dim, 1) ** -0.5
-    if not hasattr(softmax_scale, "__float__"):
-        raise TypeError(f"softmax_scale: expected a number, got {softmax_scale!r}")
-    # Zero is refused as well: it is what a caller of flash_attn 2 passes as dropout_p in this position.
-    if not _SMALLEST_SCALE <= softmax_scale <= _LARGEST_SCALE:
+    if isinstance(softmax_scale, Tensor):
+        raise TypeError(
+            "softmax_scale: expected a number, got a tensor, which would get no gradient: multiply q by it, "
+            "and pass softmax_scale=1.0"
+        )
+    if not _is_number(softmax_scale):
+        raise TypeError(f"softmax_scale: expected a number, got {_described(softmax_scale)}")
+    if torch.compiler.is_compiling() and not is_constant(softmax_scale):
+        return softmax_scale  # the operator will see
+    if not _SMALLEST_SCALE <= abs(softmax_scale) <= _LARGEST_SCALE:
+        # Zero: what a caller of flash_attn 2 passes as dropout_p in this position.
+        hint = f"; {_POSITIONS}" if softmax_scale == 0 else ""
         raise ValueError(
-            f"softmax_scale: must be in [{_SMALLEST_SCALE:.3g}, {_LARGEST_SCALE:.3g}], got {softmax_scale}"
+            f"softmax_scale: its absolute value must be in [{_SMALLEST_SCALE:.3g}, {_LARGEST_SCALE:.3g}], "
+            f"got {softmax_scale}{hint}"
         )
     return float(softmax_scale)
 
 
-def check_schedule(schedule: str | None, deterministic_schedule: str | None) -> str:
+def check_window(window_size: Sequence[int | None], causal: bool, seqlen_q: int, seqlen_k: int) -> bool:
+    """Whether the mask is causal, by both arguments.
+
+    A window (left, right) lets query r see the keys from r + seqlen_k - seqlen_q - left to
+    r + seqlen_k - seqlen_q + right; -1 or None is no limit. So a right side of 0 is the causal mask, and
+    under that mask the right side does not matter.
+
+    Raises:
+        TypeError: no pair, or a side that is no number.
+        ValueError: not two sides, or one below -1.
+        NotImplementedError: a side that cuts off keys which the mask leaves.
+    """
+    if window_size == _NO_WINDOW:
+        return causal
+    if not isinstance(window_size, Sequence) or isinstance(window_size, str):
+        raise TypeError(f"window_size: expected a pair (left, right), got {_described(window_size)}")
+    if len(window_size) != 2:
+        raise ValueError(f"window_size: expected a pair (left, right), got {window_size}")
+    for side in window_size:
+        if side is not None and not _is_integer(side):
+            raise TypeError(f"window_size: expected numbers of keys or None, got {_described(window_size)}")
+        if side is not None and side < -1:
+            raise ValueError(f"window_size: each side is 0 or more, -1 or None, got {window_size}")
+    left, right = window_size
+    causal = causal or right == 0
+    # From the first query to the last key, and from the last query to the first key.
+    limits_right = right not in (None, -1) and not causal and right < seqlen_q - 1
+    limits_left = left not in (None, -1) and left < seqlen_k - 1
+    if limits_left or limits_right:
+        raise NotImplementedError(
+            f"window_size: {window_size} cuts off keys, and there are no kernels for that; a side of -1 or "
+            "None is no limit, and (-1, 0) is the causal mask"
+        )
+    return causal
+
+
+def check_schedule(schedule: str | None, deterministic_schedule: str | None, deterministic: bool) -> str:
     """The schedule's name as the operators take it, "auto" for None.
 
     Raises:
-        TypeError: a name that is not a string.
-        ValueError: an unknown name, or two names that differ.
+        TypeError: a name that is not a string, a `deterministic` that is not True or False.
+        ValueError: an unknown name, two names that differ, or "unordered" together with deterministic=True.
+        RuntimeError: "unordered" in torch's deterministic mode.
     """
-    names = {_name(argument) for argument in (schedule, deterministic_schedule) if argument is not None}
+    names = {check_name(argument) for argument in (schedule, deterministic_schedule) if argument is not None}
     if len(names) > 1:
         raise ValueError(
             "deterministic_schedule: another name for the argument schedule, but they differ: "
             f"{deterministic_schedule!r} and {schedule!r}"
         )
-    return names.pop() if names else "auto"
+    name = names.pop() if names else "auto"
+    if check_flag("deterministic", deterministic) and name == UNORDERED:
+        raise ValueError("schedule: 'unordered' sums in the order of arrival, but deterministic=True")
+    alert_unordered(name)
+    return name
 
 
-def _name(schedule: str) -> str:
+def alert_unordered(schedule: str) -> None:
+    """What torch does about operators that are not deterministic, for the schedule "unordered".
+
+    RuntimeError under torch.use_deterministic_algorithms(True), a warning if that has warn_only=True.
+    """
+    if schedule != UNORDERED or not torch.are_deterministic_algorithms_enabled():
+        return
+    message = (
+        "schedule: the backward with 'unordered' is not deterministic, but "
+        "torch.use_deterministic_algorithms(True) is set. Any other schedule is deterministic."
+    )
+    if not torch.is_deterministic_algorithms_warn_only_enabled():
+        raise RuntimeError(message)
+    warnings.warn(message, stacklevel=4)
+
+
+def check_name(schedule: str) -> str:
+    """A schedule's name in the spelling of SCHEDULES, or "auto" or "unordered": TypeError, ValueError."""
     if not isinstance(schedule, str):
         raise TypeError(f"schedule: expected a name, got {schedule!r}")
-    if schedule.lower() == "auto":
-        return "auto"
+    if schedule.lower() in ("auto", UNORDERED):
+        return schedule.lower()
     try:
         return schedule_name(schedule)
     except ValueError:
-        raise ValueError(f"schedule: {schedule!r} is none of auto, {', '.join(SCHEDULES)}") from None
+        names = ", ".join(("auto", *SCHEDULES, UNORDERED))
+        raise ValueError(f"schedule: {schedule!r} is none of {names}") from None
 
 
 def check_features(
@@ -161,41 +263,79 @@ def check_features(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
-    window_size: Sequence[int | None] = (-1, -1),
     attention_chunk: int = 0,
     softcap: float = 0.0,
-    num_splits: int = 1,
+    num_splits: int | None = 1,
     pack_gqa: bool | None = None,
     dropout_p: float = 0.0,
+    alibi_slopes: Tensor | None = None,
     sm_margin: int = 0,
 ) -> None:
     """Refuses FlashAttention's options that this package does not have, and senseless values.
 
+    num_splits and pack_gqa say how FlashAttention-3 shall compute, not what: any sensible value will do.
+
     Raises:
-        NotImplementedError: an option that would change the result or is not offered.
-        TypeError, ValueError: an sm_margin that is no number, or negative.
+        NotImplementedError: an option that would change the result.
+        TypeError, ValueError: a number that is none, or negative where there is no such thing.
     """
-    if qv is not None:
-        raise NotImplementedError("qv: not supported, pass None")
-    for name, value in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
-        if value is not None:
-            raise NotImplementedError(f"{name}: there are no 8-bit kernels, pass None")
-    if not isinstance(window_size, Sequence) or any(side not in (-1, None) for side in window_size):
-        raise NotImplementedError(f"window_size: only (-1, -1), no window, got {window_size!r}")
+    _check_none("qv", qv, "not supported")
+    _check_none("alibi_slopes", alibi_slopes, "not supported")
+    _check_none("q_descale", q_descale, "there are no 8-bit kernels")
+    _check_none("k_descale", k_descale, "there are no 8-bit kernels")
+    _check_none("v_descale", v_descale, "there are no 8-bit kernels")
+    _check_number("attention_chunk", attention_chunk)
+    _check_number("softcap", softcap)
+    _check_number("dropout_p", dropout_p)
     if attention_chunk != 0:
         raise NotImplementedError(f"attention_chunk: only 0, no chunks, got {attention_chunk}")
-    if softcap != 0.0:
+    if not softcap <= 0:  # a NaN is not
         raise NotImplementedError(f"softcap: only 0.0, no cap, got {softcap}")
-    if num_splits not in (0, 1):
-        raise NotImplementedError(f"num_splits: the keys of a row are never split, pass 1, got {num_splits}")
-    if pack_gqa:
-        raise NotImplementedError("pack_gqa: query heads are never packed, pass None")
-    if dropout_p != 0.0:
+    if dropout_p != 0:
         raise NotImplementedError(f"dropout_p: only 0.0, no dropout, got {dropout_p}")
-    if not isinstance(sm_margin, int):
-        raise TypeError(f"sm_margin: expected a number of SMs, got {sm_margin!r}")
-    if sm_margin < 0:
-        raise ValueError(f"sm_margin: the number of SMs to leave free, 0 or more, got {sm_margin}")
+    if pack_gqa is not None:
+        check_flag("pack_gqa", pack_gqa)
+    if num_splits is not None:
+        _check_count("num_splits", num_splits, "splits")
+    _check_count("sm_margin", sm_margin, "SMs")
+
+
+def _check_none(name: str, value: object, reason: str) -> None:
+    if value is not None:
+        raise NotImplementedError(f"{name}: {reason}, pass None")
+
+
+def _check_number(name: str, value: object) -> None:
+    if not _is_number(value):
+        raise TypeError(f"{name}: expected a number, got {_described(value)}")
+
+
+def _check_count(name: str, value: object, what: str) -> None:
+    if not _is_integer(value):
+        raise TypeError(f"{name}: expected a number of {what}, got {_described(value)}")
+    if value < 0:
+        raise ValueError(f"{name}: expected a number of {what}, 0 or more, got {value}")
+
+
+def _is_number(x: object) -> bool:
+    # The first two are what callers pass: to ask an abstract class takes longer.
+    return type(x) in (float, int) or (isinstance(x, _NUMBERS) and not isinstance(x, bool))
+
+
+def _is_integer(x: object) -> bool:
+    return type(x) is int or (isinstance(x, _INTEGERS) and not isinstance(x, bool))
+
+
+def _described(x: object) -> str:
+    return "a tensor" if isinstance(x, Tensor) else f"{x!r:.100}"
+
+
+def _no_four_dimensions(name: str, x: Tensor) -> ValueError:
+    return ValueError(f"{name}: expected (batch, seqlen, heads, head_dim), got {_shape(x)}")
+
+
+def _not_dense(name: str, x: Tensor) -> TypeError:
+    return TypeError(f"{name}: expected a dense tensor, got the layout {x.layout}")
 
 
 def _shape(x: Tensor) -> tuple[int, ...]:

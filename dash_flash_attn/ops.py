@@ -1,17 +1,20 @@
 """The two operators that torch sees, `dash_flash_attn::forward` and `dash_flash_attn::backward`.
 
-Both have a CPU implementation (reference.py), one for CUDA, a fake for tracing and an autograd formula.
-Calling them directly is the same as calling the public functions, less the checks of options.
+Both have a CPU implementation (reference.py), one for CUDA, a fake for tracing, an autograd formula, and
+rules for torch.autocast, torch.vmap (batching.py) and DTensors (sharding.py). Calling them directly is the
+same as calling the public functions, less the checks of options.
 """
 
 import functools
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
-from . import _native, kernels, reference
-from .checks import check_gradient_tensors, check_tensors, lse_dtype
+from . import _native, batching, kernels, reference, sharding
+from .checks import UNORDERED, alert_unordered, check_gradient_tensors, check_scale, check_tensors, lse_dtype
+from .dispatch import autocast, is_constant, unobserved
 from .forward import attention_forward
 from .layout import addressable, matrix
 from .torch_settings import deterministic_algorithms, unfilled_memory, uninitialized, uninitialized_like
@@ -23,18 +26,19 @@ _ELEMENT = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 # A block in which an operator's call goes past its autograd kernel, to a tracer or the device's kernel.
 _below_autograd = torch._C._AutoDispatchBelowAutograd
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 _library = torch.library.Library("dash_flash_attn", "DEF")
-# The last three arguments of forward matter to its gradient only.
+# schedule and sm_margin matter to forward's gradient only. softmax_scale is multiplied by scale_factor, a
+# number in a tensor on the CPU: a compiler takes a float for a constant, and compiles anew for each.
 _library.define(
     "forward(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal, str schedule='auto', "
-    "bool deterministic=True, int sm_margin=0) -> (Tensor out, Tensor lse)",
+    "int sm_margin=0, Tensor? scale_factor=None) -> (Tensor out, Tensor lse)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 _library.define(
     "backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, float softmax_scale, "
-    "bool causal, str schedule, bool deterministic, int sm_margin) -> (Tensor dq, Tensor dk, Tensor dv)",
+    "bool causal, str schedule, int sm_margin, Tensor? dlse=None, Tensor? scale_factor=None) "
+    "-> (Tensor dq, Tensor dk, Tensor dv)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 _FORWARD = torch.ops.dash_flash_attn.forward.default
@@ -85,53 +89,77 @@ def _empty_forward(q: Tensor) -> tuple[Tensor, Tensor]:
     return q.new_zeros(q.shape), lse
 
 
+def _whole_scale(softmax_scale: float, scale_factor: Tensor | None) -> float:
+    """The factor on the scores. ValueError as from the public functions, which could not know it yet."""
+    return softmax_scale if scale_factor is None else check_scale(softmax_scale * scale_factor.item())
+
+
 def _zero_gradients(*inputs: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.new_zeros(x.shape) for x in inputs)
 
 
-def _forward_cpu(q, k, v, softmax_scale, causal, schedule="auto", deterministic=True, sm_margin=0):
+def _forward_cpu(q, k, v, softmax_scale, causal, schedule="auto", sm_margin=0, scale_factor=None):
     check_tensors(q, k, v)
     if q.numel() == 0 or k.numel() == 0:
         return _empty_forward(q)
-    return reference.forward(q, k, v, softmax_scale, causal)
+    softmax_scale = _whole_scale(softmax_scale, scale_factor)
+    # Its products are what they are, whatever the caller wants of his own.
+    with torch.autocast("cpu", enabled=False):
+        return reference.forward(q, k, v, softmax_scale, causal)
 
 
-def _forward_cuda(q, k, v, softmax_scale, causal, schedule="auto", deterministic=True, sm_margin=0):
+def _forward_cuda(q, k, v, softmax_scale, causal, schedule="auto", sm_margin=0, scale_factor=None):
     check_tensors(q, k, v)
     if q.numel() == 0 or k.numel() == 0:
         return _empty_forward(q)
     kernels.falls_back(q.device.index)  # to be told of before anything runs, not in the first backward
+    softmax_scale = _whole_scale(softmax_scale, scale_factor)
+    if softmax_scale < 0:  # kernels take the greatest product for the greatest score
+        q, softmax_scale = -q, -softmax_scale
     with torch.cuda.device(q.device.index):
         return attention_forward(q, k, v, softmax_scale, causal)
 
 
-def _forward_fake(q, k, v, softmax_scale, causal, schedule="auto", deterministic=True, sm_margin=0):
+def _forward_fake(q, k, v, softmax_scale, causal, schedule="auto", sm_margin=0, scale_factor=None):
     check_tensors(q, k, v)
     batch, seqlen_q, heads_q, _ = q.shape
     return q.new_empty(q.shape), q.new_empty((batch, heads_q, seqlen_q), dtype=lse_dtype(q))
 
 
-def _backward_cpu(dout, q, k, v, out, lse, softmax_scale, causal, schedule, deterministic, sm_margin):
-    check_gradient_tensors(dout, q, k, v, out, lse)
+def _backward_cpu(
+    dout, q, k, v, out, lse, softmax_scale, causal, schedule, sm_margin, dlse=None, scale_factor=None
+):
+    check_gradient_tensors(dout, q, k, v, out, lse, dlse)
+    alert_unordered(schedule)
     if q.numel() == 0 or k.numel() == 0:
         return _zero_gradients(q, k, v)
-    if schedule == "auto":
+    if schedule in ("auto", UNORDERED):
         schedule = auto_schedule(q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], causal)
-    return reference.backward(dout, q, k, v, out, lse, softmax_scale, causal, schedule)
+    softmax_scale = _whole_scale(softmax_scale, scale_factor)
+    with torch.autocast("cpu", enabled=False):
+        return reference.backward(dout, q, k, v, out, lse, softmax_scale, causal, schedule, dlse)
 
 
-def _backward_cuda(dout, q, k, v, out, lse, softmax_scale, causal, schedule, deterministic, sm_margin):
-    check_gradient_tensors(dout, q, k, v, out, lse)
+def _backward_cuda(
+    dout, q, k, v, out, lse, softmax_scale, causal, schedule, sm_margin, dlse=None, scale_factor=None
+):
+    check_gradient_tensors(dout, q, k, v, out, lse, dlse)
+    alert_unordered(schedule)
     batch, seqlen_q, heads_q, head_dim = q.shape
     seqlen_k, heads_k = k.shape[1:3]
     if q.numel() == 0 or k.numel() == 0:
         return _zero_gradients(q, k, v)
-    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    softmax_scale = _whole_scale(softmax_scale, scale_factor)
+    if softmax_scale < 0:  # the kernels' mask is a product of -inf: see _forward_cuda
+        options = -softmax_scale, causal, schedule, sm_margin, dlse
+        dq, dk, dv = _backward_cuda(dout, -q, k, v, out, lse, *options)
+        return dq.neg_(), dk, dv
+    ordered = schedule != UNORDERED
     device = q.device
     index = device.index
     if kernels.falls_back(index):
-        return _backward_flash2(dout, q, k, v, out, lse, softmax_scale, causal, deterministic)
-    if schedule == "auto":
+        return _backward_flash2(dout, q, k, v, out, lse, softmax_scale, causal, ordered, dlse)
+    if schedule in ("auto", UNORDERED):
         schedule = auto_schedule(seqlen_q, seqlen_k, heads_q, heads_k, head_dim, causal)
     workspace_bytes = _native.workspace_bytes(
         batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim, causal, schedule
@@ -139,19 +167,21 @@ def _backward_cuda(dout, q, k, v, out, lse, softmax_scale, causal, schedule, det
     with torch.cuda.device(index):
         q, k, v, out, dout = map(addressable, (q, k, v, out, dout))
         lse = lse.contiguous()
+        if dlse is not None:
+            dlse = dlse.contiguous()
         dq, dk, dv = map(uninitialized_like, (q, k, v))
         workspace = uninitialized((workspace_bytes,), torch.uint8, device)
         _native.backward(
             *map(matrix, (q, k, v, out, dout, dq, dk, dv)),
             lse.data_ptr(),
-            0,
+            dlse.data_ptr() if dlse is not None else 0,
             workspace.data_ptr(),
             (batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim),
             softmax_scale,
             causal,
             _ELEMENT[q.dtype],
             schedule,
-            deterministic,
+            ordered,
             index,
             sm_margin,
             WAIT_LIMIT_NS,
@@ -160,41 +190,39 @@ def _backward_cuda(dout, q, k, v, out, lse, softmax_scale, causal, schedule, det
     return dq, dk, dv
 
 
-def _backward_fake(dout, q, k, v, out, lse, softmax_scale, causal, schedule, deterministic, sm_margin):
-    check_gradient_tensors(dout, q, k, v, out, lse)
+def _backward_fake(
+    dout, q, k, v, out, lse, softmax_scale, causal, schedule, sm_margin, dlse=None, scale_factor=None
+):
+    check_gradient_tensors(dout, q, k, v, out, lse, dlse)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _backward_flash2(dout, q, k, v, out, lse, softmax_scale, causal, deterministic):
+def _backward_flash2(dout, q, k, v, out, lse, softmax_scale, causal, deterministic, dlse):
     """torch's own FlashAttention-2 backward, for GPUs without our kernels."""
+    blind = lse == -torch.inf
     # It expects +inf where a query sees no key.
-    lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+    lse = lse.masked_fill(blind, torch.inf)
     unused = torch.empty(0, dtype=torch.int64, device=q.device)  # the random state of a dropout
-    with torch.cuda.device(q.device), deterministic_algorithms(deterministic), unfilled_memory():
-        q, k, v, out, dout = map(addressable, (q, k, v, out, dout))
+
+    def gradients_for(dout, v, out):
+        dout, v, out = map(addressable, (dout, v, out))
         gradients = torch.ops.aten._flash_attention_backward(
             dout, q, k, v, out, lse, None, None, q.shape[1], k.shape[1], 0.0, causal, unused, unused,
             scale=softmax_scale,
         )  # fmt: skip
-        return tuple(x.contiguous() for x in gradients)
+        return [x.contiguous() for x in gradients]
 
-
-def _unobserved(*tensors: Tensor) -> bool:
-    """Whether an operator's call can go straight to the device's kernel, since nobody else looks at it.
-
-    The dispatcher would ask subclasses, modes, transforms, tracers and profilers, and then call the kernel by
-    way of C++: of a small call that is a fifth of its CPU time (docs/experiments.md).
-    """
-    return (
-        all(type(x) in _PLAIN for x in tensors)
-        and tensors[0].device.type in _FORWARD_KERNELS
-        and not torch.compiler.is_compiling()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._len_torch_function_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and not torch._C._get_tracing_state()
-        and not torch.autograd._profiler_enabled()
-    )
+    with torch.cuda.device(q.device), deterministic_algorithms(deterministic), unfilled_memory():
+        q, k = map(addressable, (q, k))
+        dq, dk, dv = gradients_for(dout, v, out)
+        if dlse is not None:
+            # It knows none of lse: dQ lacks scale * dlse * P K, which is an attention with K for V, and dK
+            # lacks scale * P^T (dlse Q), which is what dV is to an output's gradient of dlse Q.
+            factor = (softmax_scale * dlse.masked_fill(blind, 0.0)).transpose(1, 2).unsqueeze(-1)
+            keys, _ = attention_forward(q, k, k, softmax_scale, causal)
+            dq += (factor * keys).to(q.dtype)
+            dk += gradients_for((factor * q).to(q.dtype), v, out)[2]
+    return dq, dk, dv
 
 
 class _Attention(torch.autograd.Function):
@@ -203,23 +231,27 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, options, forward):
         out, lse = forward(q, k, v, *options)
-        ctx.options = options
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.mark_non_differentiable(lse)
+        *ctx.options, scale_factor = options
+        ctx.save_for_backward(q, k, v, out, lse, scale_factor)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
-    def backward(ctx, dout, _dlse):
-        if dout is None:
+    def backward(ctx, dout, dlse):
+        if dout is None and dlse is None:
             return None, None, None, None, None
         # Read before the block below: a checkpoint computes the saved tensors now, and with autograd.
-        arguments = dout, *ctx.saved_tensors, *ctx.options
+        q, k, v, out, lse, scale_factor = ctx.saved_tensors
+        if dout is None:
+            dout = torch.zeros_like(out)
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(dout=dout, dlse=dlse)
+        arguments = dout, q, k, v, out, lse, *ctx.options, dlse, scale_factor
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             # With create_graph=True the operator's own node refuses a second derivative. A compiler that
             # traces this function does not know the block below.
             gradients = _BACKWARD(*arguments)
-        elif _unobserved(*arguments[:3]):
+        elif unobserved(dout, q, k, v, out, lse) and (dlse is None or unobserved(dlse)):
             gradients = _BACKWARD_KERNELS[dout.device.type](*arguments)
         else:
             with _below_autograd():
@@ -227,43 +259,103 @@ class _Attention(torch.autograd.Function):
         return *gradients, None, None
 
 
-def _forward_autograd(q, k, v, softmax_scale, causal, schedule="auto", deterministic=True, sm_margin=0):
-    """What torch.library.register_autograd makes, but that takes 20 us longer (docs/experiments.md)."""
-    options = softmax_scale, causal, schedule, deterministic, sm_margin
-    return _differentiable(_forward_below_autograd, q, k, v, options)
+class _Backward(torch.autograd.Function):
+    """The backward operator as a node of autograd's graph, which ends there."""
+
+    @staticmethod
+    def forward(ctx, *arguments):
+        return _call_below_autograd(_BACKWARD, *arguments)
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise NotImplementedError("dash_flash_attn: the backward pass has no derivative")
 
 
-def _forward_below_autograd(*arguments):
-    with _below_autograd():
-        return _FORWARD(*arguments)
+# Without torch.autograd.Function's own apply, which takes longer. Its way to the levels of torch.func is not
+# open to an operator's kernel: each level calls that anew, as it calls those of torch's own operators.
+_attention_node = super(torch.autograd.Function, _Attention).apply
+_backward_node = super(torch.autograd.Function, _Backward).apply
+
+
+def _forward_autograd(q, k, v, softmax_scale, causal, schedule="auto", sm_margin=0, scale_factor=None):
+    sharding.register()
+    if scale_factor is not None and scale_factor.requires_grad:
+        raise TypeError("scale_factor: it would get no gradient, multiply q by it")
+    options = softmax_scale, causal, schedule, sm_margin, scale_factor
+    return _differentiable(functools.partial(_call_below_autograd, _FORWARD), q, k, v, options)
+
+
+def _backward_autograd(dout, q, k, v, out, lse, *options):
+    tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": (*options, None)[4]}
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(**tensors)
+    needed = any(x is not None and x.requires_grad for x in tensors.values())
+    arguments = dout, q, k, v, out, lse, *options
+    if torch.is_grad_enabled() and needed:
+        return _node(_backward_node, *arguments)
+    return _call_below_autograd(_BACKWARD, *arguments)
+
+
+def _in_levels():
+    """Whether torch.func's transforms are at work: grad, vmap and what is made of them."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _node(node, *arguments):
+    if not _in_levels():
+        return node(*arguments)
+    with enable_single_level_autograd_function():
+        return node(*arguments)
+
+
+def _call_below_autograd(operator, *arguments):
+    if not _in_levels():
+        with _below_autograd():
+            return operator(*arguments)
+    # A node is made with autograd off, which is not meant for the levels further out: they come below.
+    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True), _below_autograd():
+        return operator(*arguments)
 
 
 def _differentiable(forward, q, k, v, options):
     """forward(q, k, v, *options), with a gradient where one is asked for."""
     if forward_ad._current_level >= 0:
         _refuse_tangents(q=q, k=k, v=v)
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _Attention.apply(q, k, v, options, forward)
-    return forward(q, k, v, *options)
+    if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
+        return forward(q, k, v, *options)
+    return _node(_attention_node, q, k, v, options, forward)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *options: object) -> tuple[Tensor, Tensor]:
-    """The operator `dash_flash_attn::forward` with all its arguments, on the shortest way."""
-    if _unobserved(q, k, v):
-        return _differentiable(_FORWARD_KERNELS[q.device.type], q, k, v, options)
+def _forward_autocast(kind, q, k, v, *options):
+    key = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, "Autocast" + kind.upper()))
+    with torch._C._ExcludeDispatchKeyGuard(key):
+        return _FORWARD(*autocast(kind, q, k, v), *options)
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool, schedule: str, sm_margin: int
+) -> tuple[Tensor, Tensor]:
+    """The operator `dash_flash_attn::forward`, on the shortest way."""
+    options = softmax_scale, causal, schedule, sm_margin, None
+    if unobserved(q, k, v):
+        kind = "cuda" if q.is_cuda else "cpu"
+        if torch.is_autocast_enabled(kind):
+            q, k, v = autocast(kind, q, k, v)
+        return _differentiable(_FORWARD_KERNELS[kind], q, k, v, options)
+    if not torch.compiler.is_compiling():
+        sharding.register()
+    elif not is_constant(softmax_scale):
+        scale_factor = torch.ones((), dtype=torch.float64, device="cpu") * softmax_scale
+        return _FORWARD(q, k, v, 1.0, causal, schedule, sm_margin, scale_factor)
     return _FORWARD(q, k, v, *options)
 
 
-def _refuse_tangents(**tensors: Tensor) -> None:
+def _refuse_tangents(**tensors: Tensor | None) -> None:
     for name, x in tensors.items():
-        if forward_ad.unpack_dual(x).tangent is not None:
+        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
             raise NotImplementedError(
                 f"{name}: it carries a tangent, and there is no forward-mode derivative"
             )
-
-
-def _no_second_gradient(ctx, *_):
-    raise NotImplementedError("dash_flash_attn: the backward pass has no derivative")
 
 
 _FORWARD_KERNELS = {"cpu": _forward_cpu, "cuda": _forward_cuda}
@@ -271,7 +363,10 @@ _BACKWARD_KERNELS = {"cpu": _backward_cpu, "cuda": _backward_cuda}
 for _kind in ("cpu", "cuda"):
     _library.impl("forward", _FORWARD_KERNELS[_kind], _kind.upper())
     _library.impl("backward", _BACKWARD_KERNELS[_kind], _kind.upper())
+    _library.impl("forward", functools.partial(_forward_autocast, _kind), "Autocast" + _kind.upper())
 torch.library.register_fake("dash_flash_attn::forward", _forward_fake, lib=_library)
 torch.library.register_fake("dash_flash_attn::backward", _backward_fake, lib=_library)
 _library.impl("forward", _forward_autograd, "Autograd")
-torch.library.register_autograd("dash_flash_attn::backward", _no_second_gradient, lib=_library)
+_library.impl("backward", _backward_autograd, "Autograd")
+torch.library.register_vmap("dash_flash_attn::forward", batching.forward, lib=_library)
+torch.library.register_vmap("dash_flash_attn::backward", batching.backward, lib=_library)

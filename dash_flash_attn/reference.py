@@ -70,6 +70,7 @@ def backward(
     softmax_scale: float,
     causal: bool,
     schedule: str,
+    dlse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of `forward`, every sum in the order that `schedule` fixes.
 
@@ -78,6 +79,7 @@ def backward(
         q, k, v, softmax_scale, causal: as in `forward`.
         lse: what `forward` returned.
         schedule: "naive", "descending", "shift" or "symmetric_shift".
+        dlse: a gradient of lse, like lse. It does not matter where lse is -inf.
 
     Returns:
         dq, dk and dv, like q, k and v. Rows that no mask lets through get zeros.
@@ -89,8 +91,12 @@ def backward(
     qh, doh, oh = (_by_head(x, heads_k, wide) for x in (q, dout, out))
     kh, vh = (_by_head(x, heads_k, wide).squeeze(2) for x in (k, v))
     lse_h = lse.reshape(qh.shape[:-1]).to(wide).unsqueeze(-1)
-    lse_h = lse_h.masked_fill(lse_h == -math.inf, math.inf)  # no visible key: every probability is 0
+    blind = lse_h == -math.inf
+    lse_h = lse_h.masked_fill(blind, math.inf)  # no visible key: every probability is 0
     delta = (doh * oh).sum(-1, keepdim=True)
+    if dlse is not None:
+        # The derivative of lse by a score is its probability, so dS = P (dP - (D - dlse)).
+        delta = delta - dlse.reshape(lse_h.shape).to(wide).masked_fill(blind, 0.0)
     dqh, dk, dv = torch.empty_like(qh), torch.empty_like(kh), torch.empty_like(vh)
     # A chain walks the query heads of its part of the group; dK and dV are summed part after part.
     parts = _native.part_sizes(heads_q, heads_k, grid, q.shape[3], policy.waits_in_line)

@@ -258,7 +258,7 @@ def test_strict_is_an_error_before_anything_runs(gpu_without_kernels, capability
             call_cuda()
         x = torch.ones(1, 8, 2, 64, dtype=torch.bfloat16)
         with pytest.raises(RuntimeError, match="DASH_STRICT=1"):
-            ops._backward_cuda(x, x, x, x, x, torch.zeros(1, 2, 8), 0.1, True, "auto", True, 0)
+            ops._backward_cuda(x, x, x, x, x, torch.zeros(1, 2, 8), 0.1, True, "auto", 0)
     assert not ran
 
 

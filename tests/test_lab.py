@@ -811,6 +811,8 @@ def test_explain_refuses_what_the_call_would():
         explain(1, 512, 512, 1, 1, 96)
     with pytest.raises(ValueError, match="^schedule: 'fifo' is none of auto, .* symmetric_shift"):
         explain(1, 512, 512, 1, 1, 128, schedule="fifo")
+    with pytest.raises(ValueError, match="^schedule: .*'unordered' has none"):
+        explain(1, 512, 512, 1, 1, 128, schedule="unordered")
 
 
 def run_lab(*arguments):

@@ -39,7 +39,9 @@ def deterministic_attention(q, k, v):
 @pytest.mark.parametrize("causal", [False, True])
 def test_opcheck_forward(causal: bool, dtype: torch.dtype) -> None:
     torch.library.opcheck(FORWARD, (*qkv(dtype, requires_grad=True), 0.2, causal))
-    torch.library.opcheck(FORWARD, (*qkv(dtype, requires_grad=True), 0.2, causal, "shift", True, 4))
+    torch.library.opcheck(FORWARD, (*qkv(dtype, requires_grad=True), 0.2, causal, "shift", 4))
+    factor = torch.tensor(2.0, dtype=torch.float64)
+    torch.library.opcheck(FORWARD, (*qkv(dtype, requires_grad=True), 0.2, causal, "shift", 4, factor))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -47,7 +49,10 @@ def test_opcheck_backward(dtype: torch.dtype) -> None:
     q, k, v = qkv(dtype)
     out, lse = FORWARD(q, k, v, 0.2, True)
     dout = torch.randn_like(out)
-    torch.library.opcheck(BACKWARD, (dout, q, k, v, out, lse, 0.2, True, "shift", True, 0))
+    torch.library.opcheck(BACKWARD, (dout, q, k, v, out, lse, 0.2, True, "shift", 0))
+    factor = torch.tensor(2.0, dtype=torch.float64)
+    dlse = torch.randn_like(lse)
+    torch.library.opcheck(BACKWARD, (dout, q, k, v, out, lse, 0.2, True, "shift", 0, dlse, factor))
 
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(0, 5), (5, 0)])
@@ -55,7 +60,7 @@ def test_opcheck_empty(seqlen_q: int, seqlen_k: int) -> None:
     q, k, v = qkv(seqlen_q=seqlen_q, seqlen_k=seqlen_k)
     out, lse = FORWARD(q, k, v, 0.2, True)
     torch.library.opcheck(FORWARD, (q, k, v, 0.2, True))
-    torch.library.opcheck(BACKWARD, (out, q, k, v, out, lse, 0.2, True, "auto", True, 0))
+    torch.library.opcheck(BACKWARD, (out, q, k, v, out, lse, 0.2, True, "auto", 0))
 
 
 def test_torch_compile() -> None:
@@ -107,7 +112,7 @@ def test_options_left_out_have_their_defaults_in_the_backward() -> None:
     tensors = qkv()
     dout = torch.randn_like(tensors[0])
     left_out = gradients(lambda q, k, v: FORWARD(q, k, v, 0.2, True)[0], tensors, dout)
-    given = gradients(lambda q, k, v: FORWARD(q, k, v, 0.2, True, "auto", True, 0)[0], tensors, dout)
+    given = gradients(lambda q, k, v: FORWARD(q, k, v, 0.2, True, "auto", 0)[0], tensors, dout)
     for x, y in zip(left_out, given, strict=True):
         assert same_bits(x, y)
 
@@ -218,15 +223,10 @@ def test_no_second_derivative() -> None:
         dq.sum().backward()
 
 
-def test_the_log_sum_exp_has_no_derivative() -> None:
-    out, lse = FORWARD(*qkv(requires_grad=True), 0.2, True)
-    assert out.requires_grad and not lse.requires_grad
-
-
 def test_gradients_that_do_not_fit_are_refused() -> None:
     q, k, v = qkv()
     out, lse = FORWARD(q, k, v, 0.2, True)
-    options = (0.2, True, "auto", True, 0)
+    options = (0.2, True, "auto", 0)
     for name, args in {
         "dout": (out[:, 1:], q, k, v, out, lse),
         "out": (out, q, k, v, out[:, 1:], lse),
@@ -236,32 +236,32 @@ def test_gradients_that_do_not_fit_are_refused() -> None:
             BACKWARD(*args, *options)
     with pytest.raises(TypeError, match="^dout: "):
         BACKWARD(out.double(), q, k, v, out, lse, *options)
+    with pytest.raises(ValueError, match="^dlse: "):
+        BACKWARD(out, q, k, v, out, lse, *options, lse[:, :, 1:])
+    with pytest.raises(TypeError, match="^dlse: "):
+        BACKWARD(out, q, k, v, out, lse, *options, lse.double())
 
 
-def test_deterministic_mode_reaches_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under torch.use_deterministic_algorithms(True) every call asks for ordered sums."""
-    asked = []
-
-    def attention(q, k, v, scale, causal, schedule, deterministic, sm_margin):
-        asked.append(deterministic)
-        return FORWARD(q, k, v, scale, causal, schedule, deterministic, sm_margin)
-
-    monkeypatch.setattr(ops, "attention", attention)
-    flash_attn_func(*qkv())
-    torch.use_deterministic_algorithms(True)
-    try:
-        flash_attn_func(*qkv())
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert asked == [False, True]
+def test_a_factor_of_the_scale() -> None:
+    """How a compiled function passes a scale that it does not know."""
+    q, k, v = leaves = qkv(requires_grad=True)
+    expected = FORWARD(q, k, v, 0.2, True)[0]
+    out = FORWARD(q, k, v, 2.0, True, "auto", 0, torch.tensor(0.1, dtype=torch.float64))[0]
+    assert same_bits(out, expected)
+    dout = torch.randn_like(out)
+    assert all(map(same_bits, *(torch.autograd.grad(x, leaves, dout) for x in (out, expected))))
+    with pytest.raises(ValueError, match="^softmax_scale: "):
+        FORWARD(q, k, v, 2.0, True, "auto", 0, torch.tensor(0.0))
+    with pytest.raises(TypeError, match="^scale_factor: "):
+        FORWARD(q, k, v, 2.0, True, "auto", 0, torch.tensor(0.1, requires_grad=True))
 
 
-@pytest.mark.parametrize("stray", ["dout", "out", "lse"])
+@pytest.mark.parametrize("stray", ["dout", "out", "lse", "dlse"])
 def test_backward_refuses_tensors_of_another_device(stray: str) -> None:
     """A kernel would take their address for one of its own GPU."""
     q, k, v = qkv()
     out, lse = FORWARD(q, k, v, 0.2, False)
-    tensors = {"dout": torch.randn_like(out), "q": q, "k": k, "v": v, "out": out, "lse": lse}
+    tensors = {"dout": torch.randn_like(out), "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": lse}
     tensors[stray] = tensors[stray].to("meta")
     with pytest.raises(ValueError, match=f"^{stray}: expected q's device"):
         check_gradient_tensors(**tensors)
@@ -269,17 +269,17 @@ def test_backward_refuses_tensors_of_another_device(stray: str) -> None:
 
 def test_more_heads_than_a_launch_has_are_refused() -> None:
     q = torch.empty((1, 1, CUDA_MAX_HEADS + 1, 64), dtype=torch.bfloat16, device="meta")
-    check_tensors(q, q, q)  # on the CPU, and for tracing, any number will do
-    with pytest.raises(NotImplementedError, match="^q: .* 65535"):
-        check_tensors(*(OnCuda(q),) * 3)
+    check_tensors(*(On("cpu", q),) * 3)  # any number will do
+    for kind in ("cuda", "meta"):
+        with pytest.raises(NotImplementedError, match="^q: .* 65535"):
+            check_tensors(*(On(kind, q),) * 3)
 
 
-class OnCuda:
-    """A meta tensor that says it is on CUDA."""
+class On:
+    """A meta tensor that says it is on another device."""
 
-    device = torch.device("cuda", 0)
-
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, kind: str, tensor: torch.Tensor) -> None:
+        self.device = torch.device(kind)
         self.tensor = tensor
 
     def __getattr__(self, name):
@@ -339,3 +339,16 @@ def test_forward_mode_is_refused(place: int) -> None:
 
     with pytest.raises(NotImplementedError, match=f"^{name}: .* no forward-mode"):
         torch.func.jvp(of_one, (tensors[place],), (tensors[place],))
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("place", range(2), ids=["dout", "dlse"])
+def test_forward_mode_over_the_backward_is_refused(place: int, create_graph: bool) -> None:
+    leaves = qkv(requires_grad=True)
+    results = flash_attn_func(*leaves, return_attn_probs=True)
+    gradients = [torch.ones_like(x) for x in results]
+    name = ("dout", "dlse")[place]
+    with forward_ad.dual_level():
+        gradients[place] = forward_ad.make_dual(gradients[place], gradients[place])
+        with pytest.raises(NotImplementedError, match=f"^{name}: .* no forward-mode"):
+            torch.autograd.grad(results, leaves, gradients, create_graph=create_graph)

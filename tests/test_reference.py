@@ -85,6 +85,92 @@ def test_gradcheck(causal: bool, schedule: str) -> None:
     )
 
 
+# More queries than keys: under a causal mask some see no key. 131 keys are two KV tiles.
+GRADIENT_CASES = [(5, 131, 2, 2, False), (5, 131, 4, 2, True), (7, 4, 4, 1, True), (70, 3, 2, 1, True)]
+
+
+def log_sum_exp_of_visible(lse: torch.Tensor) -> torch.Tensor:
+    """A query that sees no key has none: -inf."""
+    return lse.masked_fill(lse == -torch.inf, 0.0)
+
+
+@pytest.mark.parametrize("case", GRADIENT_CASES, ids=str)
+@pytest.mark.parametrize("schedule", ["naive", "auto"])
+def test_gradient_of_the_log_sum_exp(schedule: str, case) -> None:
+    """By itself, and with that of out: numerically, and against dense attention by autograd."""
+    seqlen_q, seqlen_k, heads_q, heads_k, causal = case
+    q, k, v, dout = inputs(seqlen_q, seqlen_k, heads_q, heads_k, head_dim=2, dtype=torch.float64, batch=1)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def both(q, k, v):
+        out, lse = flash_attn_func(q, k, v, 0.7, causal, schedule=schedule, return_attn_probs=True)
+        return out, log_sum_exp_of_visible(lse)
+
+    assert torch.autograd.gradcheck(both, leaves)
+    out, lse = both(*leaves)
+    exact_out, exact_lse = attention(*leaves, 0.7, causal)
+    exact_lse = log_sum_exp_of_visible(exact_lse)
+    dlse = torch.randn_like(lse)
+    for ours, exact, by in (
+        ((lse,), (exact_lse,), (dlse,)),
+        ((out, lse), (exact_out, exact_lse), (dout, dlse)),
+        ((out, lse.exp()), (exact_out, exact_lse.exp()), (dout, dlse)),
+    ):
+        found = torch.autograd.grad(ours, leaves, by, retain_graph=True)
+        expected = torch.autograd.grad(exact, leaves, by, retain_graph=True, allow_unused=True)
+        for x, y in zip(found, expected, strict=True):
+            # v does not matter to lse.
+            torch.testing.assert_close(x, torch.zeros_like(x) if y is None else y, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("nonsense", [torch.nan, torch.inf, -torch.inf])
+def test_a_query_that_sees_no_key_has_no_gradient_of_its_log_sum_exp(nonsense: float) -> None:
+    """Its lse is -inf: the gradient of its square, as in a z-loss, is infinite."""
+    q, k, v, dout = inputs(300, 150, 2, 1)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = flash_attn_func(*leaves, causal=True, return_attn_probs=True)
+    dlse = torch.randn_like(lse)
+    blind = lse == -torch.inf
+    assert blind.sum() == 2 * 2 * 150
+    grads = [
+        torch.autograd.grad((out, lse), leaves, (dout, dlse.masked_fill(blind, x)), retain_graph=True)
+        for x in (0.0, nonsense)
+    ]
+    assert all(map(same_bits, *grads))
+    assert (grads[0][0][:, :150] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_gradient_of_the_log_sum_exp_in_other_types(dtype: torch.dtype) -> None:
+    q, k, v, dout = inputs(150, 330, 8, 2, head_dim=64, dtype=dtype)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = flash_attn_func(*leaves, 0.2, True, return_attn_probs=True)
+    dlse = torch.randn_like(lse)
+    exact_leaves = [x.detach().double().requires_grad_() for x in leaves]
+    exact = attention(*exact_leaves, 0.2, True)
+    found = torch.autograd.grad((out, lse), leaves, (dout, dlse))
+    expected = torch.autograd.grad(exact, exact_leaves, (dout.double(), dlse.double()))
+    for x, y in zip(found, expected, strict=True):
+        assert x.dtype == dtype and (x.double() - y).norm() <= TOLERANCE[dtype] * y.norm()
+
+
+def test_a_gradient_of_zero_changes_no_bit() -> None:
+    q, k, v, dout = inputs(200, 330, 4, 2, dtype=torch.bfloat16)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = flash_attn_func(*leaves, causal=True, return_attn_probs=True)
+    without = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    assert all(map(same_bits, torch.autograd.grad((out, lse), leaves, (dout, 0 * lse)), without))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_negative_scale(causal: bool, dtype: torch.dtype) -> None:
+    tensors = inputs(150, 130, 4, 2, dtype=dtype)
+    q, k, v, dout = tensors
+    exact = gradients(dout, q, k, v, -0.2, causal)
+    assert_close(run(*tensors, causal, "auto", scale=-0.2), exact, tensors, dtype)
+
+
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_log_sum_exp(causal: bool) -> None:
     q, k, v, _ = inputs(90, 200)

@@ -56,9 +56,9 @@ def test_a_block_is_strict_and_leaves_what_was_set(before: tuple[bool, bool], en
 
 
 @pytest.mark.parametrize("mode", [None, False, True])
-@pytest.mark.parametrize("deterministic_call", [False, True])
+@pytest.mark.parametrize("ordered", [False, True])
 def test_what_flash_attention_2_is_called_under(
-    mode: bool | None, deterministic_call: bool, monkeypatch: pytest.MonkeyPatch
+    mode: bool | None, ordered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch's kernel adds with atomics unless the mode is on and warn_only off.
 
@@ -76,10 +76,8 @@ def test_what_flash_attention_2_is_called_under(
         torch.use_deterministic_algorithms(True, warn_only=mode)
     before = settings()
     x, lse = torch.ones(1, 8, 2, 64, dtype=torch.bfloat16), torch.zeros(1, 2, 8)
-    # As _backward_cuda asks for it.
-    wanted = deterministic_call or torch.are_deterministic_algorithms_enabled()
-    ops._backward_flash2(x, x, x, x, x, lse, 0.1, True, wanted)
-    assert seen == [(wanted, False, not wanted)]
+    ops._backward_flash2(x, x, x, x, x, lse, 0.1, True, ordered, None)
+    assert seen == [(ordered, False, not ordered)]
     assert settings() == before
 
 

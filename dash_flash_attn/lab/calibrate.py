@@ -399,7 +399,7 @@ def measure(
         out, lse = torch.ops.dash_flash_attn.forward(q, k, v, scale, shape.causal)
         times: dict[str, list[float]] = {schedule: [] for schedule in SCHEDULES}
         for schedule in turns(SCHEDULES, rounds, str(shape)):
-            arguments = (dout, q, k, v, out, lse, scale, shape.causal, schedule, True, 0)
+            arguments = (dout, q, k, v, out, lse, scale, shape.causal, schedule, 0)
             times[schedule].append(
                 clock(lambda arguments=arguments: torch.ops.dash_flash_attn.backward(*arguments))
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..checks import check_schedule
+from ..checks import UNORDERED, check_name
 from ..ops import auto_schedule
 from ..schedule import H200_SMS, SCHEDULES, Plan, plan_call, waits_in_line
 from .simulate import Costs, simulate
@@ -82,7 +82,9 @@ def explain(
 
     Raises ValueError for an unknown schedule, sizes that are no call, or an sm_margin that leaves no SM.
     """
-    asked = check_schedule(schedule, None)
+    asked = check_name(schedule)
+    if asked == UNORDERED:
+        raise ValueError(f"schedule: a forecast is of an order of sums, and {schedule!r} has none")
     chosen = asked
     if asked == "auto":
         chosen = auto_schedule(seqlen_q, seqlen_k, heads_q, heads_k, head_dim, causal)

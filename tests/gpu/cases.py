@@ -1,9 +1,11 @@
 """Shapes for the GPU tests, and calls that every test of them makes."""
 
 import random
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
+from oracle import same_bits
 from torch import Tensor
 
 from dash_flash_attn.schedule import SCHEDULES
@@ -78,13 +80,26 @@ def backward(
     tensors: tuple[Tensor, ...],
     schedule: str,
     *,
-    deterministic: bool = True,
     sm_margin: int = 0,
+    dlse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv from the operator; tensors are (dout, q, k, v, out, lse)."""
-    return torch.ops.dash_flash_attn.backward(
-        *tensors, case.scale, case.causal, schedule, deterministic, sm_margin
-    )
+    return torch.ops.dash_flash_attn.backward(*tensors, case.scale, case.causal, schedule, sm_margin, dlse)
 
 
-__all__ = ["HEADS", "LENGTHS", "SCHEDULES", "Case", "backward", "forward", "grid"]
+def plain(case: Case) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """(dout, q, k, v, out, lse) and their gradients."""
+    q, k, v, dout = case.inputs()
+    tensors = dout, q, k, v, *forward(case, q, k, v)
+    return tensors, backward(case, tensors, "auto")
+
+
+def assert_same(xs: Iterable[Tensor], ys: Iterable[Tensor]) -> None:
+    """Bit by bit."""
+    for x, y in zip(xs, ys, strict=True):
+        assert same_bits(x, y)
+
+
+__all__ = [
+    "HEADS", "LENGTHS", "SCHEDULES", "Case", "assert_same", "backward", "forward", "grid", "plain",
+]  # fmt: skip

@@ -2,29 +2,16 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from cases import Case, backward, forward
+from cases import Case, assert_same, backward, forward, plain
 from oracle import gradients, same_bits
 
-from dash_flash_attn import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, kernels
+from dash_flash_attn import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
 
 CASE = Case(300, 300, 4, 4, 64, torch.bfloat16, True)
-
-
-def plain(case: Case = CASE) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """(dout, q, k, v, out, lse) and their gradients."""
-    q, k, v, dout = case.inputs()
-    tensors = dout, q, k, v, *forward(case, q, k, v)
-    return tensors, backward(case, tensors, "auto")
-
-
-def assert_same(xs, ys) -> None:
-    for x, y in zip(xs, ys, strict=True):
-        assert same_bits(x, y)
 
 
 def heads_first(x: torch.Tensor) -> torch.Tensor:
@@ -76,13 +63,13 @@ def test_dimensions_of_size_one_with_odd_strides() -> None:
 def test_gradient_of_a_sum_has_stride_zero() -> None:
     q, k, v, _ = (x.requires_grad_() for x in CASE.inputs())
     flash_attn_func(q, k, v, causal=True, deterministic=True).sum().backward()
-    (_, *tensors), _ = plain()
+    (_, *tensors), _ = plain(CASE)
     ones = torch.ones_like(q)
     assert_same((q.grad, k.grad, v.grad), backward(CASE, (ones, *tensors), "auto"))
 
 
 def test_packed_tensors() -> None:
-    (dout, q, k, v, *_), expected = plain()
+    (dout, q, k, v, *_), expected = plain(CASE)
     qkv = torch.stack((q, k, v), dim=2).requires_grad_()
     flash_attn_qkvpacked_func(qkv, causal=True, deterministic=True).backward(dout)
     assert_same(qkv.grad.unbind(2), expected)
@@ -95,7 +82,7 @@ def test_packed_tensors() -> None:
 def test_cuda_graph(filling: bool, request: pytest.FixtureRequest) -> None:
     if filling:
         request.getfixturevalue("deterministic_mode")
-    tensors, expected = plain()
+    tensors, expected = plain(CASE)
     dout, q, k, v, *_ = tensors
 
     def step():
@@ -125,7 +112,7 @@ def test_cuda_graph(filling: bool, request: pytest.FixtureRequest) -> None:
 
 def test_graph_of_the_first_call(tmp_path: Path) -> None:
     """In a fresh process, with nothing of ours run before the capture begins."""
-    tensors, expected = plain()
+    tensors, expected = plain(CASE)
     torch.save((tensors, expected), tmp_path / "tensors.pt")
     script = f"""
 import torch
@@ -133,7 +120,7 @@ import dash_flash_attn
 tensors, expected = torch.load({str(tmp_path / "tensors.pt")!r}, map_location="cuda")
 graph = torch.cuda.CUDAGraph()
 with torch.cuda.graph(graph):
-    results = torch.ops.dash_flash_attn.backward(*tensors, {CASE.scale}, {CASE.causal}, "auto", True, 0)
+    results = torch.ops.dash_flash_attn.backward(*tensors, {CASE.scale}, {CASE.causal}, "auto", 0)
 graph.replay()
 torch.cuda.synchronize()
 assert all(torch.equal(x, y) for x, y in zip(results, expected, strict=True))
@@ -156,12 +143,12 @@ def test_captured_training_step() -> None:
     with torch.cuda.graph(graph):
         flash_attn_func(*leaves, causal=True, deterministic=True).backward(dout)
     graph.replay()
-    assert_same([x.grad for x in leaves], plain()[1])
+    assert_same([x.grad for x in leaves], plain(CASE)[1])
 
 
 def test_another_stream() -> None:
     """Work goes to the caller's stream: it sees what that stream wrote before, and nothing waits for it."""
-    tensors, expected = plain()
+    tensors, expected = plain(CASE)
     stream = torch.cuda.Stream()
     late = [torch.zeros_like(x) for x in tensors]
     torch.cuda.synchronize()
@@ -178,7 +165,7 @@ def test_another_stream() -> None:
 def test_a_device_that_is_not_current() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU only")
-    tensors, expected = plain()
+    tensors, expected = plain(CASE)
     moved = tuple(x.to("cuda:1") for x in tensors)
     assert torch.cuda.current_device() == 0
     results = backward(CASE, moved, "auto")
@@ -196,32 +183,12 @@ def test_empty_tensors() -> None:
         assert [x.shape for x in grads] == [x.shape for x in (q, k, v)] and not any(x.any() for x in grads)
 
 
-def test_torch_deterministic_mode() -> None:
-    """torch.use_deterministic_algorithms(True) orders the sums of a call that did not ask for it."""
-    case = Case(2048, 2048, 16, 16, 128, torch.bfloat16, False, batch=1)
-    tensors, expected = plain(case)
-    torch.use_deterministic_algorithms(True)
-    try:
-        for _ in range(20):
-            assert_same(backward(case, tensors, "auto", deterministic=False), expected)
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 def test_torch_compile() -> None:
-    (dout, q, k, v, *_), expected = plain()
+    (dout, q, k, v, *_), expected = plain(CASE)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     compiled = torch.compile(lambda *x: flash_attn_func(*x, causal=True, deterministic=True), fullgraph=True)
     compiled(*leaves).backward(dout)
     assert_same([x.grad for x in leaves], expected)
-
-
-@pytest.fixture
-def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(kernels, "unusable", lambda device: "this test says so")
-    kernels.falls_back.cache_clear()
-    yield
-    kernels.falls_back.cache_clear()
 
 
 @pytest.mark.usefixtures("without_kernels")
@@ -245,15 +212,8 @@ def test_flash_attention_2_in_torch_deterministic_mode(warn_only: bool) -> None:
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
     tensors, expected = plain(case)
     for _ in range(20):
-        assert_same(backward(case, tensors, "auto", deterministic=False), expected)
+        assert_same(backward(case, tensors, "auto"), expected)
     assert torch.is_deterministic_algorithms_warn_only_enabled() == warn_only
-
-
-@pytest.fixture
-def deterministic_mode() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize(

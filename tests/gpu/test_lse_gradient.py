@@ -1,12 +1,12 @@
-"""The kernels with a gradient of the log-sum-exp, against autograd in float64."""
+"""The backward with a gradient of the log-sum-exp, against autograd in float64: kernels, callers."""
 
 import pytest
 import torch
-from cases import SCHEDULES, Case, forward
+from cases import SCHEDULES, Case, assert_same, backward, forward, plain
 from oracle import attention, same_bits
 from torch import Tensor
 
-from dash_flash_attn import _native, kernels
+from dash_flash_attn import _native, flash_attn_func, kernels
 from dash_flash_attn.layout import matrix
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -93,3 +93,42 @@ def test_repeats_its_bits(case: Case) -> None:
     for run in range(20):
         for x, y in zip(gradients(case, tensors, dlse, "shift"), first, strict=True):
             assert same_bits(x, y), f"run {run}"
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("results", ["out and lse", "lse"])
+def test_public_function(results: str, case: Case) -> None:
+    """A loss of lse, with and without one of out."""
+    (dout, q, k, v, *_), dlse, blind = prepared(case)
+    only_lse = results == "lse"
+    exact_dout = torch.zeros_like(dout) if only_lse else dout
+    expected = exact(case, (exact_dout, q, k, v), dlse, blind)
+    dlse[:, :, :blind] = torch.nan
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = flash_attn_func(*leaves, causal=case.causal, return_attn_probs=True)
+    outputs, given = ((lse,), (dlse,)) if only_lse else ((out, lse), (dout, dlse))
+    found = torch.autograd.grad(outputs, leaves, given, retain_graph=True)
+    for name, x, y in zip(("dq", "dk", "dv"), found, expected, strict=True):
+        assert x.isfinite().all(), name
+        error = (x.double() - y).norm()
+        # v does not matter to lse: its gradient is 0, and so is the allowed error.
+        assert error <= 1e-2 * y.norm(), f"{name} is off by {error:.3g} of {y.norm():.3g}"
+    assert_same(torch.autograd.grad(outputs, leaves, given), found)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_the_layout_of_a_gradient_of_the_log_sum_exp_does_not_matter() -> None:
+    tensors, expected = plain(CASES[0])
+    lse = tensors[-1]
+    dlse = torch.randn_like(lse)
+    results = backward(CASES[0], tensors, "auto", dlse=dlse)
+    strided = dlse.transpose(1, 2).contiguous().transpose(1, 2)
+    assert not strided.is_contiguous()
+    assert_same(backward(CASES[0], tensors, "auto", dlse=strided), results)
+    # Not bit by bit: the fallback adds what this makes of dQ and dK, and -0 + 0 is +0.
+    assert all(map(torch.equal, backward(CASES[0], tensors, "auto", dlse=torch.zeros_like(lse)), expected))
+    one = torch.ones((), device="cuda").expand(lse.shape)
+    assert_same(
+        backward(CASES[0], tensors, "auto", dlse=one), backward(CASES[0], tensors, "auto", dlse=one.clone())
+    )
