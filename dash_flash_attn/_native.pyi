@@ -86,7 +86,136 @@ class _Policy:
         """The longest cycle: so many CTAs must run at the same time."""
     def idle_ctas(self, ctas: int) -> int:
         """How many of the CTAs of an order of issue find no whole cycle, and nothing else."""
-    def side_1_opens(cycle_ctas: int, ctas_on_0: int, ctas_on_1: int) -> bool:
+    def l2_sides(self, batch: int, heads_k: int, parts: int, sms: int, sm_margin: int = 0) -> int:
+        """How many sides of the L2 cache, 1 or 2, share the KV heads of a call (csrc/core/l2_sides.h).
+
+        The query heads of each are in so many parts.
+        """
+    def visit_table(self, way: int = 0) -> NDArray[np.int32]:
+        """(KV tiles, query tiles): `visit` at [kv_tile, step], and -1 after a chain's end."""
+    def rank_table(self, way: int = 0) -> NDArray[np.int32]:
+        """(KV tiles, query tiles): `rank` at [kv_tile, q_tile], and -1 where the two do not meet."""
+    def chain_table(self, heads: int) -> NDArray[np.int32]:
+        """(heads * KV tiles, 2): `chain` at [claim]."""
+    def walk(self, kv_tile: int, group: int, way: int = 0) -> NDArray[np.int32]:
+        """(group * visits, 2): the head of the group and the query tile at each step of a KV tile's chain."""
+    def split_table(self) -> NDArray[np.int32]:
+        """(KV tiles): the visits before it are walked in all query heads of a group, and then the others."""
+    def heads_together(self, group: int) -> int:
+        """In how many of the `group` heads a query tile is visited before the next tile."""
+    @property
+    def turns(self) -> bool:
+        """Whether a chain walks every other head of a group back, from its last visit to its first."""
+    def completes(
+        self,
+        heads: int,
+        ctas: int,
+        claim_ahead: bool = True,
+        parts: Sequence[int] = (1,),
+        others: int = 0,
+        open: bool | None = None,
+    ) -> bool:
+        """Whether `ctas` CTAs run all chains to the end, claiming as the kernel does. False: a deadlock.
+
+        With claim_ahead a CTA claims its next chain while one runs, where the policy allows it. As many
+        neighbouring heads as there are `parts` belong to one KV head, and end their chains in turn; each
+        walks as many query heads as its part says.
+
+        With `others`, CTAs on the other side of the L2 cache, half of the heads belong to each side, and
+        these CTAs claim theirs first if that side is open: None, if the kernel would open it.
+        """
+
+def heads_in_pairs(heads_q: int, heads_k: int) -> bool:
+    """Whether heads come in pairs: an even number of them, each with its own K and V."""
+
+class Naive(_Policy): ...
+class Descending(_Policy): ...
+
+class Rotating(_Policy):
+    @property
+    def in_line(self) -> int:
+        """How many KV tiles of a head, the first ones, wait in line."""
+    @property
+    def group_size(self) -> int:
+        """How many of the others rotate together."""
+
+class Climbing(_Policy): ...
+class OppositeHeads(_Policy): ...
+
+class SymmetricShift(_Policy):
+    def folds(self) -> bool:
+        """Whether chains that rotate end one after the other, and those that descend can follow them."""
+    def heads_that_fit(self) -> int:
+        """How many heads have first cycles that fit on the CTAs: a block, where the triangle folds."""
+    def fills(self) -> bool:
+        """Whether these are all of the rotating chains, and take a full chip or one side of it."""
+
+Policy: TypeAlias = Naive | Descending | Rotating | Climbing | OppositeHeads | SymmetricShift
+
+def policy(schedule: str, grid: TileGrid) -> Policy:
+    """What a schedule's name stands for on this grid. ValueError for an unknown name."""
+
+class _Timeline(TypedDict):
+    """By task: claims in the order of issue, their steps in the order of execution. -1: it never happened."""
+
+    sm: NDArray[np.int32]
+    claim: NDArray[np.int32]
+    q_head: NDArray[np.int32]
+    q_tile: NDArray[np.int32]
+    compute_start: NDArray[np.float64]
+    compute_end: NDArray[np.float64]
+    staged: NDArray[np.float64]
+    reduce_start: NDArray[np.float64]
+    reduce_end: NDArray[np.float64]
+    claimed: NDArray[np.float64]
+    """By claim."""
+    unfinished: int
+    """Tasks that were never done; not 0: a deadlock."""
+
+def simulate(
+    *,
+    chain_table: NDArray[np.int32],
+    cycle_end: NDArray[np.int32],
+    way: NDArray[np.int32],
+    visit_table: NDArray[np.int32],
+    rank_table: NDArray[np.int32],
+    q_heads: NDArray[np.int32],
+    together: int,
+    turns: bool,
+    split: NDArray[np.int32],
+    sides: int,
+    sms: int,
+    others: int,
+    compute: float,
+    reduce: float,
+    signal: float,
+    chain: float,
+    staging: int,
+    jitter: float,
+    pace: float,
+    seed: int,
+    ordered: bool,
+) -> _Timeline:
+    """Executes a schedule's tables on a model of the machine (csrc/lab/simulate.h): see lab.simulate.
+
+    ValueError for tables that are no permutations, or a number out of range.
+    """
+
+def tile_shape(head_dim: int) -> tuple[int, int]:
+    """(queries, keys) a tile. ValueError unless positive."""
+
+def call_grid(
+    seqlen_q: int, seqlen_k: int, heads_q: int, heads_k: int, head_dim: int, causal: bool
+) -> TileGrid:
+    """The tiles of one head in a backward call. ValueError for sizes that are no call's."""
+
+def part_sizes(heads_q: int, heads_k: int, grid: TileGrid, head_dim: int, waits_in_line: bool) -> list[int]:
+    """How many query heads each of the CTAs walks that share those of one KV head.
+
+    `waits_in_line` is what the schedule's policy says. ValueError unless heads_k divides heads_q.
+    """
+
+def side_1_opens(cycle_ctas: int, ctas_on_0: int, ctas_on_1: int) -> bool:
     """Whether CTAs may begin with the chains of side 1, by how many there are on either side."""
 
 def workspace_bytes(

@@ -125,33 +125,34 @@ def test_a_call_that_is_shared_out_to_the_sides_of_the_l2_cache():
 
 
 @pytest.mark.parametrize(
-    ("batch", "heads_k", "parts", "tokens", "ways", "cycle_ctas", "sms", "sm_margin", "sides"),
+    ("name", "batch", "heads_k", "parts", "tokens", "sms", "sm_margin", "sides"),
     [
-        (1, 6, 1, 8192, 1, 1, 132, 0, 2),
-        (1, 6, 1, 8192, 2, 1, 132, 0, 1),  # three pairs
-        (2, 6, 1, 8192, 2, 1, 132, 0, 2),
-        (3, 3, 1, 8192, 1, 1, 132, 0, 1),
-        (1, 4, 1, 4096, 1, 1, 132, 0, 1),  # 128 chains are too few
-        (1, 4, 3, 4096, 1, 1, 132, 0, 2),
-        (500, 2, 1, 128, 1, 1, 132, 0, 1),  # no sums
-        (1, 6, 1, 8192, 1, 66, 132, 0, 2),
-        (1, 6, 1, 8192, 1, 67, 132, 0, 1),
-        (1, 6, 1, 8192, 1, 64, 132, 2, 2),
-        (1, 6, 1, 8192, 1, 64, 132, 3, 1),  # all three may be of one side
-        (1, 6, 1, 8192, 1, 1, 132, 65, 2),
-        (1, 6, 1, 8192, 1, 1, 132, 66, 1),
-        (1, 6, 1, 8192, 1, 64, 114, 0, 1),
+        ("descending", 1, 6, 1, 8192, 132, 0, 2),
+        ("shift", 1, 6, 1, 8192, 132, 0, 1),  # three pairs
+        ("shift", 2, 6, 1, 8192, 132, 0, 2),
+        ("descending", 3, 3, 1, 8192, 132, 0, 1),
+        ("descending", 1, 4, 1, 4096, 132, 0, 1),  # 128 chains are too few
+        ("descending", 1, 4, 3, 4096, 132, 0, 2),
+        ("descending", 500, 2, 1, 128, 132, 0, 1),  # no sums
+        ("descending", 1, 6, 1, 8192, 132, 65, 2),
+        ("descending", 1, 6, 1, 8192, 132, 66, 1),
+        ("symmetric_shift", 1, 6, 1, 16384, 132, 0, 2),  # cycles of 64
+        ("symmetric_shift", 1, 6, 1, 16384, 132, 2, 2),
+        ("symmetric_shift", 1, 6, 1, 16384, 132, 3, 1),  # all three may be of one side
+        ("symmetric_shift", 1, 6, 1, 16384, 114, 0, 1),
     ],
 )
 def test_which_calls_are_shared_out_to_the_sides_of_the_l2_cache(
-    batch, heads_k, parts, tokens, ways, cycle_ctas, sms, sm_margin, sides
+    name, batch, heads_k, parts, tokens, sms, sm_margin, sides
 ):
-    grid = _native.TileGrid(tokens, tokens, 64, 128, True)
-    assert _native.l2_sides(batch, heads_k, parts, grid, ways, cycle_ctas, sms, sm_margin) == sides
+    grid = _native.TileGrid(tokens, tokens, 128, 128, True, paired=heads_k % 2 == 0)
+    policy = make_policy(name, grid)
+    assert (policy.ways == 2) == (name == "shift")
+    assert policy.l2_sides(batch, heads_k, parts, sms, sm_margin) == sides
 
 
-def folded(kv_tiles, sides=1, ctas=128, causal=True):
-    grid = _native.TileGrid(kv_tiles * 128, kv_tiles * 128, 64, 128, causal)
+def folded(kv_tiles, sides=1, ctas=128):
+    grid = _native.TileGrid(kv_tiles * 128, kv_tiles * 128, 64, 128, True)
     return _native.SymmetricShift(grid.on_sides(sides, ctas))
 
 
@@ -214,22 +215,21 @@ def test_blocks_in_turns(kv_tiles, blocks):
 def test_where_rectangles_do_not_fill_the_sms():
     for kv_tiles in (12, 100, 129, 256):
         assert not folded(kv_tiles).fills()
-    assert not folded(64, causal=False).fills()
     with pytest.raises(ValueError, match="sides is 3"):
         folded(1, 3)
 
 
 @pytest.mark.parametrize(
     ("sms", "sm_margin", "ctas_an_order"),
-    [(132, 0, 64), (132, 3, 64), (132, 5, 63), (128, 0, 64), (127, 0, 63), (114, 0, 57), (78, 0, 39)],
+    [(132, 0, 66), (132, 3, 64), (132, 5, 63), (128, 0, 64), (127, 0, 63), (114, 0, 57), (78, 0, 39)],
 )
 def test_blocks_are_for_the_ctas_that_share_an_order(sms, sm_margin, ctas_an_order):
     p = plan_call("symmetric_shift", 8, 4096, 4096, 16, 16, 128, True, sms, sm_margin)
     assert (p.sides, p.grid.ctas_an_order) == (2, ctas_an_order)
     policy = _native.SymmetricShift(p.grid)
-    assert policy.heads_that_fit() == ctas_an_order // 16 and policy.fills() == (ctas_an_order == 64)
+    assert policy.heads_that_fit() == ctas_an_order // 16 and policy.fills() == (ctas_an_order >= 64)
     one = plan_call("symmetric_shift", 1, 4096, 4096, 1, 1, 128, True, sms, sm_margin)
-    assert (one.sides, one.grid.ctas_an_order) == (1, min(128, sms - sm_margin))
+    assert (one.sides, one.grid.ctas_an_order) == (1, sms - sm_margin)
 
 
 @pytest.mark.parametrize(

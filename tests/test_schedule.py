@@ -23,6 +23,7 @@ class Shape(NamedTuple):
     kv_rows: int
     causal: bool
     paired: bool = False
+    heads: int = 1
 
     @property
     def grid(self):
@@ -123,8 +124,10 @@ def test_every_grid_up_to_40_by_40_tiles(q_rows, kv_rows, ragged, causal):
         needed = needed_pairs(shape)
         for name in SCHEDULES:
             check_all(shape, needed, name)
-        if shape.seqlen_q == shape.seqlen_k:
+        if causal and shape.seqlen_q == shape.seqlen_k:
             check_all(shape._replace(paired=True), needed, "shift")
+        if not causal and kv_tiles > 16:
+            check_all(shape._replace(heads=8), needed, "shift")
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -132,7 +135,7 @@ def test_every_grid_up_to_40_by_40_tiles(q_rows, kv_rows, ragged, causal):
 def test_chains_of_up_to_140_kv_tiles(name, causal):
     for kv_tiles, heads in itertools.product(range(1, 141), range(1, 6)):
         check_chains(make_policy(name, _native.TileGrid(512, kv_tiles * 4, 4, 4, causal)), heads)
-        square = _native.TileGrid(kv_tiles * 4, kv_tiles * 4, 4, 4, causal, paired=True)
+        square = _native.TileGrid(kv_tiles * 4, kv_tiles * 4, 4, 4, causal, paired=True, heads=8)
         check_chains(make_policy(name, square), heads)
 
 
@@ -145,7 +148,9 @@ def test_many_heads(tiles, name, causal):
     for heads in (17, 64, 130, 257):
         check_chains(policy, heads)
         check_progress(policy, heads)
-    policy = make_policy(name, _native.TileGrid(tiles[1] * 4, tiles[1] * 4, 4, 4, causal, paired=True))
+    policy = make_policy(
+        name, _native.TileGrid(tiles[1] * 4, tiles[1] * 4, 4, 4, causal, paired=True, heads=8)
+    )
     for heads in (18, 64, 130, 258):
         check_chains(policy, heads)
         check_progress(policy, heads)
@@ -156,7 +161,8 @@ def shapes(draw):
     q_rows, kv_rows = draw(st.sampled_from(ROWS))
     seqlen_q = draw(st.integers(1, 150 * q_rows))
     seqlen_k = draw(st.one_of(st.integers(1, 300 * kv_rows), st.just(seqlen_q)))
-    return Shape(seqlen_q, seqlen_k, q_rows, kv_rows, draw(st.booleans()), draw(st.booleans()))
+    heads = draw(st.sampled_from((1, 4, 16)))
+    return Shape(seqlen_q, seqlen_k, q_rows, kv_rows, draw(st.booleans()), draw(st.booleans()), heads)
 
 
 @settings(max_examples=150, deadline=None)
@@ -264,11 +270,15 @@ def cycles(policy):
         begin = end
 
 
+@pytest.mark.parametrize("heads", [1, 16])
 @pytest.mark.parametrize("kv_tiles", [*range(1, 41), 64, 65, 128, 130])
-def test_shift_never_waits_without_a_mask(kv_tiles):
+def test_groups_never_wait_without_a_mask(kv_tiles, heads):
     for q_tiles in {kv_tiles, kv_tiles + 1, 2 * kv_tiles - 1, 2 * kv_tiles, 3 * kv_tiles}:
-        policy = make_policy("shift", _native.TileGrid(q_tiles * 4, kv_tiles * 4, 4, 4, False))
+        policy = make_policy("shift", _native.TileGrid(q_tiles * 4, kv_tiles * 4, 4, 4, False, heads=heads))
         visits = chain_visits(policy)
+        for kv_tile in range(policy.in_line):
+            assert visits[kv_tile] == list(range(q_tiles))[::-1]
+            assert set(policy.rank_table()[kv_tile].tolist()) == {kv_tile}
         for members in cycles(policy):
             assert [policy.slot(kv_tile) for kv_tile in members] == list(range(len(members)))
             check_stall_free(policy, [[(kv, q) for q in visits[kv]] for kv in members])
@@ -540,22 +550,67 @@ def test_groups_are_cut_where_it_was_measured_to_pay():
 
 
 @pytest.mark.parametrize(
-    ("seqlens", "heads", "head_dim", "schedule"),
+    ("tokens", "heads", "head_dim", "in_line", "group_size"),
     [
-        ((4096, 4096), (16, 16), 128, "shift"),  # cycles of 32
-        ((4250, 4250), (16, 16), 128, "descending"),  # of 34: 32 CTAs of a side would be left over
-        ((4250, 4250), (32, 8), 128, "descending"),
-        ((4250, 4250), (24, 24), 64, "descending"),
-        ((4250, 4250), (2, 2), 128, "shift"),  # too few heads
-        ((4700, 4700), (28, 4), 128, "shift"),  # too few KV heads
-        ((7650, 7650), (16, 16), 128, "descending"),  # of 60
-        ((7650, 7650), (32, 8), 128, "shift"),
-        ((8192, 8192), (16, 16), 128, "shift"),  # of 64
-        ((12288, 12288), (32, 8), 128, "descending"),  # of 48, twice
-        ((1500, 5000), (16, 16), 128, "shift"),  # fewer query tiles than KV tiles
-        ((9000, 4700), (32, 32), 64, "descending"),
+        ((1792, 1792), (16, 16), 128, 0, 14),  # 14 KV tiles: one group
+        ((4096, 4096), (16, 16), 128, 0, 32),
+        ((8192, 8192), (32, 8), 128, 0, 64),
+        ((12288, 12288), (16, 16), 128, 0, 32),
+        ((2200, 2200), (16, 16), 128, 7, 11),
+        ((4250, 4250), (16, 16), 128, 12, 22),
+        ((4250, 4250), (24, 24), 64, 12, 22),
+        ((5120, 5120), (28, 4), 128, 7, 33),
+        ((8500, 8500), (32, 32), 64, 34, 33),
+        ((1500, 5000), (16, 16), 128, 24, 16),  # 24 query tiles
+        ((600, 7000), (16, 16), 64, 0, 5),  # five query tiles: no room for more
+        ((4250, 4250), (2, 2), 128, 0, 34),  # 68 chains
+        ((4250, 4250), (16, 1), 128, 12, 22),  # 34, but each of 16 parts
     ],
 )
-def test_auto_without_a_mask_as_measured(seqlens, heads, head_dim, schedule):
-    """docs/schedules.md, "auto", has the times."""
-    assert auto_schedule(*seqlens, *heads, head_dim, False) == schedule
+def test_what_rotates_without_a_mask(tokens, heads, head_dim, in_line, group_size):
+    """docs/schedules.md, "shift", has the times that the sizes are from."""
+    grid = _native.call_grid(*tokens, *heads, head_dim, False)
+    for name in ("shift", "symmetric_shift"):
+        policy = make_policy(name, grid)
+        assert (policy.in_line, policy.group_size) == (in_line, group_size)
+        assert policy.resident_ctas_needed() == group_size
+    assert auto_schedule(*tokens, *heads, head_dim, False) == "shift"
+
+
+@pytest.mark.parametrize("ctas", [16, 39, 57, 66, 78, 114, 132])
+@pytest.mark.parametrize("heads", [1, 2, 5, 17, 64])
+@pytest.mark.parametrize("tokens", [2200, 4096, 4250, 8500, 9000, 12288, 16384])
+def test_gangs_are_whole_and_come_behind_the_line(tokens, heads, ctas):
+    grid = _native.call_grid(tokens, tokens, 64, 64, 128, False).on_sides(1, ctas)
+    policy = make_policy("shift", grid)
+    check_chains(policy, heads)
+    order = policy.chain_table(heads)
+    claim = {tuple(chain): i for i, chain in enumerate(order.tolist())}
+    kv_tiles, size = grid.kv_tiles(), policy.group_size
+    for head in range(heads):
+        line = [claim[head, kv] for kv in range(policy.in_line)]
+        assert line == sorted(line)
+        first = [claim[head, kv] for kv in range(policy.in_line, kv_tiles, size)]
+        assert first == sorted(first) and (not line or line[-1] < first[0])
+    # Behind what is ahead, waves of whole groups with chains in line on the CTAs that they leave over.
+    groups = max(1, min(ctas // size, heads))
+    rotates = order[:, 1] >= policy.in_line
+    ahead = int(rotates.argmax())
+    spare = max(0, ctas - groups * size)
+    rest = (heads * policy.in_line - ahead) // spare if spare else 0
+    wave = [True] * (groups * size) + [False] * spare
+    assert rotates[ahead : ahead + rest * len(wave)].tolist() == wave * rest
+    assert rotates[ahead + rest * len(wave) :].all()
+
+
+def test_where_groups_leave_ctas_over():
+    many = make_policy(
+        "shift", _native.call_grid(4250, 4250, 16, 16, 128, False)
+    )  # 12 in line, a group of 22
+    assert [many.idle_ctas(ctas) for ctas in (21, 22, 66, 57, 39, 78)] == [0, 0, 0, 0, 4, 0]
+    even = make_policy("shift", _native.call_grid(8192, 8192, 16, 16, 128, False))
+    assert [even.idle_ctas(ctas) for ctas in (66, 132, 114)] == [2, 4, 50]
+    # H100 PCIe: a side has 57 SMs, of which one group of 33 leaves 24, and the line of 7 in 40 fills 9.
+    some = make_policy("shift", _native.call_grid(5120, 5120, 16, 16, 128, False))
+    assert [some.idle_ctas(ctas) for ctas in (57, 114)] == [15, 0]
+    assert [some.l2_sides(3, 16, 1, sms) for sms in (132, 114)] == [2, 1]
