@@ -134,7 +134,7 @@ class Descending(_Policy): ...
 class Rotating(_Policy):
     @property
     def in_line(self) -> int:
-        """How many KV tiles of a head, the first ones, wait in line."""
+        """How many KV tiles of a head, the last ones, wait in line."""
     @property
     def group_size(self) -> int:
         """How many of the others rotate together."""

@@ -197,7 +197,7 @@ def _backward_fake(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _backward_flash2(dout, q, k, v, out, lse, softmax_scale, causal, deterministic, dlse):
+def _backward_flash2(dout, q, k, v, out, lse, softmax_scale, causal, deterministic, dlse=None):
     """torch's own FlashAttention-2 backward, for GPUs without our kernels."""
     blind = lse == -torch.inf
     # It expects +inf where a query sees no key.

@@ -276,9 +276,10 @@ def test_groups_never_wait_without_a_mask(kv_tiles, heads):
     for q_tiles in {kv_tiles, kv_tiles + 1, 2 * kv_tiles - 1, 2 * kv_tiles, 3 * kv_tiles}:
         policy = make_policy("shift", _native.TileGrid(q_tiles * 4, kv_tiles * 4, 4, 4, False, heads=heads))
         visits = chain_visits(policy)
-        for kv_tile in range(policy.in_line):
+        rotating = kv_tiles - policy.in_line
+        for place, kv_tile in enumerate(range(rotating, kv_tiles)):
             assert visits[kv_tile] == list(range(q_tiles))[::-1]
-            assert set(policy.rank_table()[kv_tile].tolist()) == {kv_tile}
+            assert set(policy.rank_table()[kv_tile].tolist()) == {place}
         for members in cycles(policy):
             assert [policy.slot(kv_tile) for kv_tile in members] == list(range(len(members)))
             check_stall_free(policy, [[(kv, q) for q in visits[kv]] for kv in members])
@@ -561,7 +562,7 @@ def test_groups_are_cut_where_it_was_measured_to_pay():
         ((4250, 4250), (24, 24), 64, 12, 22),
         ((5120, 5120), (28, 4), 128, 7, 33),
         ((8500, 8500), (32, 32), 64, 34, 33),
-        ((1500, 5000), (16, 16), 128, 24, 16),  # 24 query tiles
+        ((1500, 5000), (16, 16), 128, 8, 16),  # 24 query tiles: no longer line, but two groups
         ((600, 7000), (16, 16), 64, 0, 5),  # five query tiles: no room for more
         ((4250, 4250), (2, 2), 128, 0, 34),  # 68 chains
         ((4250, 4250), (16, 1), 128, 12, 22),  # 34, but each of 16 parts
@@ -587,14 +588,15 @@ def test_gangs_are_whole_and_come_behind_the_line(tokens, heads, ctas):
     order = policy.chain_table(heads)
     claim = {tuple(chain): i for i, chain in enumerate(order.tolist())}
     kv_tiles, size = grid.kv_tiles(), policy.group_size
+    rotating = kv_tiles - policy.in_line
     for head in range(heads):
-        line = [claim[head, kv] for kv in range(policy.in_line)]
+        line = [claim[head, kv] for kv in range(rotating, kv_tiles)]
         assert line == sorted(line)
-        first = [claim[head, kv] for kv in range(policy.in_line, kv_tiles, size)]
+        first = [claim[head, kv] for kv in range(0, rotating, size)]
         assert first == sorted(first) and (not line or line[-1] < first[0])
     # Behind what is ahead, waves of whole groups with chains in line on the CTAs that they leave over.
     groups = max(1, min(ctas // size, heads))
-    rotates = order[:, 1] >= policy.in_line
+    rotates = order[:, 1] < rotating
     ahead = int(rotates.argmax())
     spare = max(0, ctas - groups * size)
     rest = (heads * policy.in_line - ahead) // spare if spare else 0

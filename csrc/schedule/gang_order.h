@@ -20,7 +20,7 @@ namespace dash::schedule {
 // in a wave: the first groups of all heads of a block, then the second ones. Heads that are left over belong to the
 // last block.
 struct GangOrder {
-    int in_line;  // KV tiles of a head: the first ones
+    int in_line;  // KV tiles of a head: those behind the groups
     CyclicGroups cycle;
     int ctas;
 
@@ -48,10 +48,10 @@ struct GangOrder {
         Place const place = this->place(claim, heads);
         if (place.in_line >= 0) {
             Division const head = divide(place.in_line, in_line);
-            return {head.quotient, head.rest};
+            return {head.quotient, cycle.members + head.rest};
         }
         Chain const c = cycle.chain(place.rotating, place.heads);
-        return {place.first_head + c.head, in_line + c.kv_tile};
+        return {place.first_head + c.head, c.kv_tile};
     }
 
     DASH_HD int cycle_end(int claim, int heads) const {

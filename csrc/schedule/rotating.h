@@ -10,13 +10,14 @@ namespace dash::schedule {
 // as there are query tiles. Picture: cyclic_groups.h.)
 //
 // A group must be on the SMs as a whole. A side of the L2 cache has 66 of them, and groups that leave many of these
-// over would cost what they leave, so groups are of a size that fits, and the first KV tiles of a head, which are none
-// of a group, wait in line: all descend, each behind the one before it. They are added first, and fill what groups
-// leave over (gang_order.h).
+// over would cost what they leave, so groups are of a size that fits, and KV tiles that are none of a group wait in
+// line: all descend, each behind the one before it. They are added first, and fill what groups leave over
+// (gang_order.h).
 //
-//   KV tiles   0 ...  in_line - 1 | group | group | ...         ranks ascend in the same way
+//   KV tiles   group | ... | in line        The last KV tile of a head, which may have fewer keys and a mask, is the
+//   ranks      after | ... | first          last one in line, where it holds up nobody of its kind.
 //
-// No deadlock: a chain in line waits for lower ones of its head, and a group for itself and for what was issued before.
+// No deadlock: a chain in line waits for lower ones of the line, and a group for itself and for what was issued before.
 struct Rotating {
     static constexpr char const* kName = "rotating";
     static constexpr bool kWaitsInLine = false;
@@ -29,14 +30,14 @@ struct Rotating {
     DASH_HD int visits(int /*kv_tile*/) const { return grid.q_tiles(); }
 
     DASH_HD int visit(int kv_tile, int step, int /*way*/) const {
-        if (kv_tile < order.in_line) return grid.q_tiles() - 1 - step;
-        int const q_tile = order.cycle.start(kv_tile - order.in_line) + step;
+        if (kv_tile >= order.cycle.members) return grid.q_tiles() - 1 - step;
+        int const q_tile = order.cycle.start(kv_tile) + step;
         return q_tile < grid.q_tiles() ? q_tile : q_tile - grid.q_tiles();
     }
 
     DASH_HD int rank(int kv_tile, int q_tile, int /*way*/) const {
-        if (kv_tile < order.in_line) return kv_tile;
-        return order.in_line + order.cycle.rank(kv_tile - order.in_line, q_tile, order.cycle.members);
+        if (kv_tile >= order.cycle.members) return kv_tile - order.cycle.members;
+        return order.in_line + order.cycle.rank(kv_tile, q_tile, order.cycle.members);
     }
 
     // All chains have equally many visits, and are in step whatever the order.
@@ -44,9 +45,7 @@ struct Rotating {
 
     DASH_HD Chain chain(int claim, int heads) const { return order.chain(claim, heads); }
     DASH_HD int cycle_end(int claim, int heads) const { return order.cycle_end(claim, heads); }
-    DASH_HD int slot(int kv_tile) const {
-        return kv_tile < order.in_line ? kv_tile : order.cycle.place(kv_tile - order.in_line);
-    }
+    DASH_HD int slot(int kv_tile) const { return kv_tile < order.cycle.members ? order.cycle.place(kv_tile) : 0; }
     DASH_HD int resident_ctas_needed() const { return min_of(order.cycle.group_size, order.cycle.members); }
     // What whole groups leave over, less what chains in line fill, since they are so large a part of all chains.
     DASH_HD int idle_ctas(int ctas) const {
@@ -66,11 +65,14 @@ struct Rotating {
         for (int size : {64, 32})
             if (size <= q_tiles && kv_tiles % size == 0)
                 return {0, CyclicGroups(kv_tiles, 0, q_tiles, size), g.ctas_an_order};
-        // Two, three, four or six groups fill a side. Members keep a distance, and a part of the chains waits in line,
-        // for what groups leave over on other chips.
-        for (int size : {33, 22, 16, 11})
-            if (3 * size <= 2 * q_tiles && 20 * size <= 17 * kv_tiles)
-                return {kv_tiles - size, CyclicGroups(size, 0, q_tiles, size), g.ctas_an_order};
+        // Two, three, four or six groups fill a side, and members keep a distance. A part of the chains waits in line,
+        // for what groups leave over on other chips; but a line longer than chains are would take longer than they do.
+        for (int size : {33, 22, 16, 11}) {
+            if (3 * size > 2 * q_tiles || 20 * size > 17 * kv_tiles) continue;
+            int const most_in_line = 3 * q_tiles / 4, rest = max_of(0, kv_tiles - most_in_line);
+            int const members = max_of(1, min_of(ceil_div(rest, size), kv_tiles / size)) * size;
+            return {kv_tiles - members, CyclicGroups(members, 0, q_tiles, size), g.ctas_an_order};
+        }
         return all_rotate;
     }
 };

@@ -8,7 +8,7 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parent
 SETUP = f"""
 import sys
-sys.path[:0] = [{str(TESTS)!r}, {str(TESTS.parent.parent)!r}]
+sys.path[:0] = {[str(folder) for folder in (TESTS, TESTS.parent, TESTS.parent.parent)]!r}
 import torch
 from cases import SCHEDULES, Case, backward, forward
 from dash_flash_attn import _native, kernels, ops
