@@ -338,8 +338,8 @@ def attention(
     """The operator `dash_flash_attn::forward`, on the shortest way."""
     options = softmax_scale, causal, schedule, sm_margin, None
     kind = "cuda" if q.is_cuda else "cpu"
-    # The operator would cast as well, but a compiler's cache knows a graph by what is in it, and not by the dtype
-    # of autocast: torch 2.11 runs the graph of the one dtype for another one.
+    # The operator would cast as well, but a compiler's cache knows a graph by what is in it, and the dtype of
+    # autocast is not: torch 2.11 runs the graph of the one dtype for another one.
     if torch.is_autocast_enabled(kind):
         q, k, v = autocast(kind, q, k, v)
     if unobserved(q, k, v):

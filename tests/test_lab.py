@@ -780,6 +780,8 @@ def test_no_schedule_is_below_the_bound_of_a_group_that_some_of_them_cut():
     ("call", "why"),
     [
         ((1, 1024, 1024, 4, 4, 128, False), "no two chains of a cycle meet"),
+        ((1, 8192, 8192, 8, 8, 128, False), "no two chains of a cycle meet"),
+        ((3, 4250, 4250, 16, 16, 128, False), "22 rotate and never meet, 22 at a time, and 12 wait in line"),
         ((1, 1536, 1536, 4, 2, 128, True), "all chains climb"),
         ((1, 2048, 2048, 4, 4, 128, True), "long and short chains share"),
         ((1, 2048, 2048, 4, 4, 64, True), "go opposite ways"),
@@ -919,9 +921,9 @@ def test_an_sm_that_drains_claims_after_its_last_reduction():
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_schedules_that_drain_are_the_kernels(name):
-    header = Path(__file__).resolve().parent.parent / "csrc" / "schedule" / f"{name}.h"
-    value = "true" if waits_in_line(name) else "false"
-    assert f"kWaitsInLine = {value};" in header.read_text()
+    for lengths, causal, paired in itertools.product(((64, 64), (64, 90), (90, 64)), (0, 1), (0, 1)):
+        policy = make_policy(name, _native.TileGrid(*lengths, 2, 4, bool(causal), bool(paired), 16))
+        assert policy.waits_in_line == waits_in_line(name)
 
 
 # Calibration.

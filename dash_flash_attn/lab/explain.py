@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from ..checks import UNORDERED, check_name
 from ..ops import auto_schedule
 from ..schedule import H200_SMS, SCHEDULES, Plan, plan_call, waits_in_line
@@ -126,10 +128,16 @@ def explain(
 def _rule(plan: Plan, causal: bool, square: bool) -> str:
     """Why "auto" is this schedule."""
     schedule = plan.name
-    if not causal and schedule == "descending":
-        return 'Without a mask "auto" is descending here: cycles of shift would leave SMs over.'
     if not causal:
-        return f'Without a mask "auto" is {schedule}: no two chains of a cycle meet.'
+        groups = np.bincount(plan.cycle)
+        in_line = int((groups == 1).sum())
+        if in_line == 0 or plan.num_ctas_needed == 1:
+            return f'Without a mask "auto" is {schedule}: no two chains of a cycle meet.'
+        return (
+            f'Without a mask "auto" is {schedule}: of the {len(plan.cycle)} KV tiles of a head '
+            f"{len(plan.cycle) - in_line} rotate and never meet, {plan.num_ctas_needed} at a time, and "
+            f"{in_line} wait in line before them."
+        )
     if schedule == "descending":
         return '"auto" is descending for sequences this long: chains in line share what is in the L2 cache.'
     if schedule == "symmetric_shift":
