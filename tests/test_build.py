@@ -22,7 +22,9 @@ ROOT = Path(__file__).resolve().parent.parent
 INSTANCES = {
     f"{element}_d{head_dim}_{schedule}"
     for element, head_dim, schedule in itertools.product(
-        ("bf16", "fp16"), (64, 128), ("naive", "descending", "shift", "symmetric_shift")
+        ("bf16", "fp16"),
+        (64, 128),
+        ("naive", "descending", "rotating", "climbing", "opposite_heads", "symmetric_shift"),
     )
 }
 

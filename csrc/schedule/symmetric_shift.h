@@ -29,12 +29,14 @@ struct SymmetricShift {
     int lower;   // h: KV tiles below it rotate, the others descend
     int corner;  // H: the first query tile of the rectangle
     CyclicGroups cycle;
+    int block_heads;
 
     DASH_HD explicit SymmetricShift(TileGrid const& g)
         : grid(g),
           lower(ceil_div(g.kv_tiles(), 2)),
           corner(lower < g.kv_tiles() ? g.first_query(lower) : g.q_tiles()),
-          cycle(lower, corner, g.q_tiles() - corner) {}
+          cycle(lower, corner, g.q_tiles() - corner),
+          block_heads(max_of(1, min_of(g.ctas_an_order, chains_that_fill(g)) / cycle.group_size)) {}
 
     DASH_HD int ways() const { return 1; }
     DASH_HD int visits(int kv_tile) const { return grid.q_tiles() - grid.first_query(kv_tile); }
@@ -79,9 +81,7 @@ struct SymmetricShift {
     DASH_HD bool folds() const { return corner > 0; }
     // Then a block has as many heads as have first cycles that fit on the CTAs, at least one, so that as far as may be
     // no cycle waits for a part of its CTAs, and the least is in use at a time.
-    DASH_HD int heads_that_fit() const {
-        return max_of(1, quotient(min_of(grid.ctas_an_order, chains_that_fill(grid)), cycle.group_size));
-    }
+    DASH_HD int heads_that_fit() const { return block_heads; }
     // Whether these cycles take a full chip, or one side of it, and are all of the rotating chains.
     DASH_HD bool fills() const {
         return folds() && lower == cycle.group_size && heads_that_fit() * lower == chains_that_fill(grid);
