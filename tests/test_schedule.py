@@ -580,11 +580,19 @@ def test_what_rotates_without_a_mask(tokens, heads, head_dim, in_line, group_siz
 
 @pytest.mark.parametrize("ctas", [16, 39, 57, 66, 78, 114, 132])
 @pytest.mark.parametrize("heads", [1, 2, 5, 17, 64])
-@pytest.mark.parametrize("tokens", [2200, 4096, 4250, 8500, 9000, 12288, 16384])
+@pytest.mark.parametrize(
+    "tokens",
+    [(n, n) for n in (2200, 4096, 4250, 8500, 9000, 12288, 16384)]
+    + [(1500, 5000), (1100, 9000), (2000, 20000)],  # several groups behind a line
+)
 def test_gangs_are_whole_and_come_behind_the_line(tokens, heads, ctas):
-    grid = _native.call_grid(tokens, tokens, 64, 64, 128, False).on_sides(1, ctas)
+    grid = _native.call_grid(*tokens, 64, 64, 128, False).on_sides(1, ctas)
     policy = make_policy("shift", grid)
     check_chains(policy, heads)
+    if policy.resident_ctas_needed() <= ctas and heads < 64:
+        for ahead in (False, True):
+            assert policy.completes(heads, ctas, ahead)
+            assert policy.completes(heads, policy.resident_ctas_needed(), ahead)
     order = policy.chain_table(heads)
     claim = {tuple(chain): i for i, chain in enumerate(order.tolist())}
     kv_tiles, size = grid.kv_tiles(), policy.group_size
