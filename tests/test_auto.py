@@ -35,10 +35,10 @@ def allowed(tokens, heads, causal, sms):
     kv_tiles, kv_heads = -(-tokens // 128), heads[1]
     if causal:
         return limit * (1.08 if kv_heads <= 8 else 1.02)
-    if kv_heads == 1:
-        return limit * 1.11
     if sms < 132 and kv_tiles % 32 == 0:
         return 1.75  # whole groups of 32 and 64 leave CTAs over, on these chips more than two
+    if kv_heads == 1:
+        return limit * 1.11
     if sms < 132:
         return limit * (1.25 if kv_heads <= 8 else 1.04)
     return limit * (1.02 if kv_heads <= 8 or kv_tiles % 32 == 0 else 1.0)
