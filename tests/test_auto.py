@@ -33,15 +33,15 @@ def allowed(tokens, heads, causal, sms):
     """
     limit = 1.03 if sms == 132 else 1.06
     kv_tiles, kv_heads = -(-tokens // 128), heads[1]
-    if causal:
-        return limit * (1.08 if kv_heads <= 8 else 1.02)
-    if sms < 132 and kv_tiles % 32 == 0:
+    if not causal and sms < 132 and kv_tiles % 32 == 0:
         return 1.75  # whole groups of 32 and 64 leave CTAs over, on these chips more than two
     if kv_heads == 1:
-        return limit * 1.11
+        return limit * 1.25  # few chains an entry, in uneven waves
+    if causal:
+        return limit * (1.1 if kv_heads <= 8 else 1.02)
     if sms < 132:
         return limit * (1.25 if kv_heads <= 8 else 1.04)
-    return limit * (1.02 if kv_heads <= 8 or kv_tiles % 32 == 0 else 1.0)
+    return limit * (1.04 if kv_heads <= 8 or kv_tiles % 32 == 0 else 1.0)
 
 
 def check(tokens, heads, head_dim, causal, sms):
