@@ -119,6 +119,10 @@ def backward(rows: Rows) -> list[Table]:
     return [_backward_group(key, group) for key, group in groups.items()]
 
 
+def _speed(tflops: float, best: float | None) -> str:
+    return f"**{tflops:.0f}**" if tflops == best else f"{tflops:.0f}"
+
+
 def _backward_group(key: tuple[Any, ...], rows: list[Row]) -> Table:
     head_dim, causal, heads, kv_heads, tokens = key
     seqlens = sorted({row["seqlen"] for row in rows})
@@ -134,9 +138,7 @@ def _backward_group(key: tuple[Any, ...], rows: list[Row]) -> Table:
             return NONE
         if "error" in row:
             return "failed"
-        number = f"{row['tflops']:.0f}"
-        number = f"**{number}**" if row["tflops"] == best[seqlen] else number
-        return f"{number} ({row['ratio_to_matmul']:.2f})"
+        return f"{_speed(row['tflops'], best[seqlen])} ({row['ratio_to_matmul']:.2f})"
 
     grouped = f"{heads} heads" if heads == kv_heads else f"{heads} query heads, {kv_heads} KV heads"
     return Table(
@@ -394,10 +396,6 @@ def other_shapes(rows: Rows) -> Table:
         ["cell", *names, f"auto over {FASTEST.over}", f"over {DETERMINISTIC.over}"],
         body,
     )
-
-
-def _speed(tflops: float, best: float) -> str:
-    return f"**{tflops:.0f}**" if tflops == best else f"{tflops:.0f}"
 
 
 def failed_systems(rows: Rows) -> Table:

@@ -14,9 +14,9 @@ HEADS = [(16, 16), (32, 32), (32, 8), (28, 4), (64, 8), (16, 1)]
 TOKENS = 16384  # or one sequence
 
 
-def beyond_the_bound(schedule, tokens, heads, head_dim, causal, sms):
+def beyond_the_bound(schedule, tokens, heads, head_dim, causal, sms, batch=None):
     """The predicted makespan over the least that any schedule of the same chains needs."""
-    batch = max(1, TOKENS // tokens)
+    batch = batch or max(1, TOKENS // tokens)
     plan = plan_call(schedule, batch, tokens, tokens, *heads, head_dim, causal, sms)
     costs = H200_COSTS[head_dim]
     run = simulate(
@@ -77,13 +77,4 @@ def test_an_old_rule_would_be_found_out():
     plan = plan_call("shift", 3, 4250, 4250, 16, 16, 128)
     one_group = plan_call("shift", 3, 4250, 4250, 2, 2, 128)  # too few heads for a line
     assert (plan.num_ctas_needed, one_group.num_ctas_needed) == (22, 34)
-    costs = H200_COSTS[128]
-
-    def run(plan):
-        return simulate(
-            plan, 66, costs.compute, costs.reduce, costs.signal, "pipelined", chain=costs.chain,
-            jitter=0.03, pace=0.02, seed=1,
-        )  # fmt: skip
-
-    many = plan_call("shift", 12, 4250, 4250, 2, 2, 128)
-    assert run(many).makespan > 1.3 * run(many).lower_bound
+    assert beyond_the_bound("shift", 4250, (2, 2), 128, False, 66, batch=12) > 1.3

@@ -781,6 +781,7 @@ def test_no_schedule_is_below_the_bound_of_a_group_that_some_of_them_cut():
     [
         ((1, 1024, 1024, 4, 4, 128, False), "no two chains of a cycle meet"),
         ((1, 8192, 8192, 8, 8, 128, False), "no two chains of a cycle meet"),
+        ((4, 100, 640, 4, 4, 128, False), "no two chains of a cycle meet"),  # groups of 2, 2 and 1
         ((3, 4250, 4250, 16, 16, 128, False), "22 rotate and never meet, 22 at a time, and 12 wait in line"),
         ((1, 1536, 1536, 4, 2, 128, True), "all chains climb"),
         ((1, 2048, 2048, 4, 4, 128, True), "long and short chains share"),

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from ..checks import UNORDERED, check_name
 from ..ops import auto_schedule
-from ..schedule import H200_SMS, SCHEDULES, Plan, plan_call, waits_in_line
+from ..schedule import H200_SMS, SCHEDULES, Plan, make_policy, plan_call, waits_in_line
 from .simulate import Costs, simulate
 
 # In microseconds, by head dimension: fitted by `lab calibrate --record` to the H200 times of 2026-11-30,
@@ -129,14 +127,13 @@ def _rule(plan: Plan, causal: bool, square: bool) -> str:
     """Why "auto" is this schedule."""
     schedule = plan.name
     if not causal:
-        groups = np.bincount(plan.cycle)
-        in_line = int((groups == 1).sum())
-        if in_line == 0 or plan.num_ctas_needed == 1:
+        policy, kv_tiles = make_policy(schedule, plan.grid), plan.grid.kv_tiles()
+        if policy.in_line == 0:
             return f'Without a mask "auto" is {schedule}: no two chains of a cycle meet.'
         return (
-            f'Without a mask "auto" is {schedule}: of the {len(plan.cycle)} KV tiles of a head '
-            f"{len(plan.cycle) - in_line} rotate and never meet, {plan.num_ctas_needed} at a time, and "
-            f"{in_line} wait in line before them."
+            f'Without a mask "auto" is {schedule}: of the {kv_tiles} KV tiles of a head '
+            f"{kv_tiles - policy.in_line} rotate and never meet, {policy.group_size} at a time, and "
+            f"{policy.in_line} wait in line before them."
         )
     if schedule == "descending":
         return '"auto" is descending for sequences this long: chains in line share what is in the L2 cache.'
