@@ -125,8 +125,8 @@ class _Policy:
         these CTAs claim theirs first if that side is open: None, if the kernel would open it.
         """
 
-SCHEDULES: tuple[str, ...]
-"""The names that `policy` knows."""
+def schedules() -> tuple[str, ...]:
+    """The names that `policy` knows."""
 
 def heads_in_pairs(heads_q: int, heads_k: int) -> bool:
     """Whether heads come in pairs: an even number of them, each with its own K and V."""

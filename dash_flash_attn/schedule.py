@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from . import _native
 
-SCHEDULES: tuple[str, ...] = _native.SCHEDULES
+SCHEDULES: tuple[str, ...] = _native.schedules()
 """The names of the schedules. Which policy one stands for depends on the shape, see `make_policy`."""
 
 H200_SMS = 132

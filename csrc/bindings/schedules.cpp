@@ -242,7 +242,7 @@ py::class_<Policy> bind_policy(py::module_& m, char const* class_name) {
 
 void bind_schedules(py::module_& m) {
     bind_grid(m);
-    m.attr("SCHEDULES") = py::tuple(py::cast(kSchedules));
+    m.def("schedules", [] { return py::tuple(py::cast(kSchedules)); });
     m.def("heads_in_pairs", &schedule::heads_in_pairs, "heads_q"_a, "heads_k"_a);
     bind_policy<schedule::Naive>(m, "Naive");
     bind_policy<schedule::Descending>(m, "Descending");
