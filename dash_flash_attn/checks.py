@@ -82,14 +82,21 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_gradient_tensors(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None = None
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None = None,
+    lse_name: str = "lse",
 ) -> None:
     """Refuses inputs of the backward that are not those of one forward: ValueError, TypeError.
 
     Kernels would read beyond them.
     """
     shape, dtype, device = q.shape, q.dtype, q.device
-    statistics = (("lse", lse),) if dlse is None else (("lse", lse), ("dlse", dlse))
+    statistics = ((lse_name, lse),) if dlse is None else ((lse_name, lse), ("dlse", dlse))
     for name, x in (("dout", dout), ("out", out)):
         if x.shape != shape:
             raise ValueError(f"{name}: expected q's shape {_shape(q)}, got {_shape(x)}")
@@ -114,7 +121,7 @@ def check_output(name: str, x: Tensor, like: Tensor, dtypes: Sequence[torch.dtyp
     if x.shape != like.shape:
         raise ValueError(f"{name}: expected the shape {_shape(like)}, got {_shape(x)}")
     if x.dtype not in dtypes:
-        raise TypeError(f"{name}: expected {' or '.join(map(str, dtypes))}, got {x.dtype}")
+        raise TypeError(f"{name}: expected {' or '.join(map(str, dict.fromkeys(dtypes)))}, got {x.dtype}")
     if x.device != like.device:
         raise ValueError(f"{name}: expected q's device {like.device}, got {x.device}")
     if x.layout is not torch.strided:

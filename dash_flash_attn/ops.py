@@ -133,7 +133,19 @@ def _forward_fake(q, k, v, softmax_scale, causal, schedule="auto", sm_margin=0, 
 
 
 def _backward_cpu(
-    dout, q, k, v, out, lse, softmax_scale, causal, schedule, sm_margin, dlse=None, scale_factor=None, into=None
+    dout,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    softmax_scale,
+    causal,
+    schedule,
+    sm_margin,
+    dlse=None,
+    scale_factor=None,
+    into=None,
 ):
     check_gradient_tensors(dout, q, k, v, out, lse, dlse)
     alert_unordered(schedule)
@@ -148,7 +160,19 @@ def _backward_cpu(
 
 
 def _backward_cuda(
-    dout, q, k, v, out, lse, softmax_scale, causal, schedule, sm_margin, dlse=None, scale_factor=None, into=None
+    dout,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    softmax_scale,
+    causal,
+    schedule,
+    sm_margin,
+    dlse=None,
+    scale_factor=None,
+    into=None,
 ):
     check_gradient_tensors(dout, q, k, v, out, lse, dlse)
     alert_unordered(schedule)
@@ -257,14 +281,14 @@ class _Attention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         if forward_ad._current_level >= 0:
-            _refuse_tangents(dout=dout, dlse=dlse)
+            refuse_tangents(dout=dout, dlse=dlse)
         arguments = dout, q, k, v, out, lse, *ctx.options, dlse, scale_factor
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             # With create_graph=True the operator's own node refuses a second derivative. A compiler that
             # traces this function does not know the block below.
             gradients = _BACKWARD(*arguments)
         elif unobserved(dout, q, k, v, out, lse) and (dlse is None or unobserved(dlse)):
-            gradients = _BACKWARD_KERNELS[dout.device.type](*arguments)
+            gradients = BACKWARD_KERNELS[dout.device.type](*arguments)
         else:
             with _below_autograd():
                 gradients = _BACKWARD(*arguments)
@@ -300,7 +324,7 @@ def _forward_autograd(q, k, v, softmax_scale, causal, schedule="auto", sm_margin
 def _backward_autograd(dout, q, k, v, out, lse, *options):
     tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": (*options, None)[4]}
     if forward_ad._current_level >= 0:
-        _refuse_tangents(**tensors)
+        refuse_tangents(**tensors)
     needed = any(x is not None and x.requires_grad for x in tensors.values())
     arguments = dout, q, k, v, out, lse, *options
     if torch.is_grad_enabled() and needed:
@@ -332,7 +356,7 @@ def _call_below_autograd(operator, *arguments):
 def _differentiable(forward, q, k, v, options):
     """forward(q, k, v, *options), with a gradient where one is asked for."""
     if forward_ad._current_level >= 0:
-        _refuse_tangents(q=q, k=k, v=v)
+        refuse_tangents(q=q, k=k, v=v)
     if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
         return forward(q, k, v, *options)
     return _node(_attention_node, q, k, v, options, forward)
@@ -355,7 +379,7 @@ def attention(
     if torch.is_autocast_enabled(kind):
         q, k, v = autocast(kind, q, k, v)
     if unobserved(q, k, v):
-        return _differentiable(_FORWARD_KERNELS[kind], q, k, v, options)
+        return _differentiable(FORWARD_KERNELS[kind], q, k, v, options)
     if not torch.compiler.is_compiling():
         sharding.register()
     softmax_scale, scale_factor = split_scale(softmax_scale)
@@ -369,7 +393,8 @@ def split_scale(softmax_scale: float) -> tuple[float, Tensor | None]:
     return 1.0, torch.ones((), dtype=torch.float64, device="cpu") * softmax_scale
 
 
-def _refuse_tangents(**tensors: Tensor | None) -> None:
+def refuse_tangents(**tensors: Tensor | None) -> None:
+    """NotImplementedError for a tensor that carries a tangent, by its name: it would be lost."""
     for name, x in tensors.items():
         if x is not None and forward_ad.unpack_dual(x).tangent is not None:
             raise NotImplementedError(
@@ -377,11 +402,12 @@ def _refuse_tangents(**tensors: Tensor | None) -> None:
             )
 
 
-_FORWARD_KERNELS = {"cpu": _forward_cpu, "cuda": _forward_cuda}
-_BACKWARD_KERNELS = {"cpu": _backward_cpu, "cuda": _backward_cuda}
+# What runs on a device, past the dispatcher.
+FORWARD_KERNELS = {"cpu": _forward_cpu, "cuda": _forward_cuda}
+BACKWARD_KERNELS = {"cpu": _backward_cpu, "cuda": _backward_cuda}
 for _kind in ("cpu", "cuda"):
-    _library.impl("forward", _FORWARD_KERNELS[_kind], _kind.upper())
-    _library.impl("backward", _BACKWARD_KERNELS[_kind], _kind.upper())
+    _library.impl("forward", FORWARD_KERNELS[_kind], _kind.upper())
+    _library.impl("backward", BACKWARD_KERNELS[_kind], _kind.upper())
     _library.impl("forward", functools.partial(_forward_autocast, _kind), "Autocast" + _kind.upper())
 torch.library.register_fake("dash_flash_attn::forward", _forward_fake, lib=_library)
 torch.library.register_fake("dash_flash_attn::backward", _backward_fake, lib=_library)
