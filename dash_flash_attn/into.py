@@ -124,7 +124,7 @@ _FORWARD_INTO = _define(
 )  # fmt: skip
 _BACKWARD_INTO = _define(
     "backward_into", _backward_into, _backward_fake, ("dq", "dk", "dv"),
-    "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(a!)? dq, Tensor(b!)? dk, "
-    "Tensor(c!)? dv, float softmax_scale, bool causal, str schedule, int sm_margin, "
+    "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(a!)? dq, "
+    "Tensor(b!)? dk, Tensor(c!)? dv, float softmax_scale, bool causal, str schedule, int sm_margin, "
     "Tensor? scale_factor=None) -> ()",
 )  # fmt: skip
