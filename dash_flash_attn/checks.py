@@ -137,20 +137,21 @@ def lse_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def check_is_tensor(name: str, x: object) -> None:
-    """TypeError for what is none."""
+def check_dense(name: str, x: object) -> None:
+    """TypeError for what is no dense tensor."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {x!r:.100}")
+    # A compiler that traces the backward of an autograd function knows no layouts: the operator will see.
+    if not torch.compiler.is_compiling() and x.layout is not torch.strided:
+        raise _not_dense(name, x)
 
 
 def check_attention(q: Tensor, k: Tensor, v: Tensor) -> None:
     """TypeError for what is no dense tensor, ValueError for one that has not four dimensions."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        check_is_tensor(name, x)
+        check_dense(name, x)
         if x.dim() != 4:
             raise _no_four_dimensions(name, x)
-        if x.layout is not torch.strided:
-            raise _not_dense(name, x)
 
 
 def check_flag(name: str, value: bool, hint: str = "") -> bool:

@@ -14,9 +14,9 @@ from . import into, ops
 from .checks import (
     check_attention,
     check_count,
+    check_dense,
     check_features,
     check_flag,
-    check_is_tensor,
     check_none,
     check_scale,
     check_schedule,
@@ -107,7 +107,7 @@ def _flash_attn_forward(
         with torch.no_grad(), as_it_is:
             out, lse = ops.attention(q, k, v, scale, causal, "auto", sm_margin)
     else:
-        check_is_tensor("out_", out_)
+        check_dense("out_", out_)
         out, lse = out_, into.forward(q, k, v, out_, scale, causal, sm_margin)
     return out, lse, _nothing(q), _nothing(q)
 
@@ -171,10 +171,10 @@ def _flash_attn_backward(
     """
     check_attention(q, k, v)
     for name, x in (("dout", dout), ("out", out), ("softmax_lse", softmax_lse)):
-        check_is_tensor(name, x)
+        check_dense(name, x)
     for name, x in (("dq", dq), ("dk", dk), ("dv", dv)):
         if x is not None:
-            check_is_tensor(name, x)
+            check_dense(name, x)
     if dq is None and dk is None and dv is None:
         raise ValueError("dq, dk, dv: all are None, and the gradients are not returned")
     scale = _scale(q, softmax_scale)

@@ -1,8 +1,8 @@
 """Ring attention in one process, made from the lower-level functions as its libraries do.
 
-A rank has a part of the queries and, step by step, each part of the keys. Under a causal mask parts are zigzag:
-the sequence is cut into two chunks a rank, and rank i has chunk i and the i-th one from the end. So a step has
-all of the mask, or half of the keys or half of the queries without one.
+A rank has a part of the queries and, step by step, each part of the keys. Under a causal mask parts are
+zigzag: the sequence is cut into two chunks a rank, and rank i has chunk i and the i-th one from the end. So a
+step has the mask, or no mask and half of the keys or half of the queries.
 """
 
 from collections.abc import Iterator
@@ -82,7 +82,7 @@ def backward(
     causal: bool,
     buffer_dtype: torch.dtype,
 ) -> list[list[Tensor]]:
-    """dq, dk and dv of each rank, summed in the log-sum-exp's dtype from buffers that each step writes into."""
+    """dq, dk and dv of each rank: the sums, in lse's dtype, of buffers that each step writes into."""
     ranks = len(q)
     sums = [[torch.zeros_like(x, dtype=lses[0].dtype) for x in shards] for shards in (q, k, v)]
     for rank in range(ranks):
@@ -90,8 +90,9 @@ def backward(
         for owner, rows, keys, mask in steps(rank, ranks, q[rank].shape[1], causal):
             dq, dk, dv = (x[:, y] for x, y in zip(buffers, (rows, keys, keys), strict=True))
             _flash_attn_backward(
-                dout[rank][:, rows], q[rank][:, rows], k[owner][:, keys], v[owner][:, keys], outs[rank][:, rows],
-                lses[rank][:, :, rows], dq=dq, dk=dk, dv=dv, softmax_scale=softmax_scale, is_causal=mask,
+                dout[rank][:, rows], q[rank][:, rows], k[owner][:, keys], v[owner][:, keys],
+                outs[rank][:, rows], lses[rank][:, :, rows], dq=dq, dk=dk, dv=dv,
+                softmax_scale=softmax_scale, is_causal=mask,
             )  # fmt: skip
             sums[0][rank][:, rows] += dq
             sums[1][owner][:, keys] += dk

@@ -121,8 +121,8 @@ def test_positional_calls_of_context_parallel_libraries() -> None:
     assert same_bits(out, flash_attn_func(q, k, v, SCALE, True))
     results = [torch.empty_like(x) for x in (q, k, v)]
     _flash_attn_backward(
-        dout, q, k, v, out, lse, None, None, None, None, 70, 140, *results, is_causal=True, softmax_scale=SCALE,
-        deterministic=True, **mask,
+        dout, q, k, v, out, lse, None, None, None, None, 70, 140, *results, is_causal=True,
+        softmax_scale=SCALE, deterministic=True, **mask,
     )  # fmt: skip
     assert all(map(same_bits, results, gradients((dout, q, k, v, out, lse))))
 
@@ -162,16 +162,26 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("function", [_flash_attn_forward, _flash_attn_backward], ids=lambda f: f.__name__)
-@pytest.mark.parametrize(("error", "option"), REFUSED, ids=str)
-def test_refused_options_are_named(error: type[Exception], option: dict, function, monkeypatch) -> None:
+def takes(function, option: dict) -> bool:
+    return set(option) <= set(inspect.signature(function).parameters)
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "option"),
+    [
+        (function, *refused)
+        for refused in REFUSED
+        for function in (_flash_attn_forward, _flash_attn_backward)
+        if takes(function, refused[1])
+    ],
+    ids=lambda x: getattr(x, "__name__", str(x)),
+)
+def test_refused_options_are_named(function, error: type[Exception], option: dict, monkeypatch) -> None:
     """Before anything runs."""
-    if not set(option) <= set(inspect.signature(function).parameters):
-        pytest.skip("an argument of the other function")
     tensors = backward_inputs()
     names = ("dout", "q", "k", "v", "out", "softmax_lse")
     given = dict(zip(names, tensors, strict=True)) | {"dq": torch.empty_like(tensors[1])} | option
-    given = {name: x for name, x in given.items() if name in inspect.signature(function).parameters}
+    given = {name: x for name, x in given.items() if takes(function, {name: x})}
     monkeypatch.setattr(ops, "FORWARD_KERNELS", None)
     monkeypatch.setattr(ops, "BACKWARD_KERNELS", None)
     with pytest.raises(error, match=f"^([a-z_]+, )*{next(iter(option))}\\b.*: "):
@@ -281,7 +291,7 @@ def test_places_that_do_not_fit_are_refused(name: str) -> None:
         (TypeError, torch.empty_like(like, dtype=torch.float64)),
         (ValueError, torch.empty_like(like, device="meta")),
         (ValueError, torch.empty_like(like[:, :1]).expand_as(like)),
-        (TypeError, torch.empty_like(like).to_sparse()),
+        (TypeError, like.to_sparse()),
     ):
         with pytest.raises(error, match=f"^{name}: "):
             write(tensors, **{"dq": None, "dk": None, "dv": None} | {name: place})
@@ -428,7 +438,7 @@ def test_ring(length: int, ranks: int, causal: bool) -> None:
 @RINGS
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ring_of_16_bit_numbers(ranks: int, causal: bool) -> None:
-    """With sums of whole numbers in a ring the error is that of one call."""
+    """With float32 sums in a ring the gradients' error is that of one call; out is a sum of rounded parts."""
     q, k, v, dout = inputs(torch.bfloat16, 400, 400)
     exact = oracle.gradients(dout, q, k, v, SCALE, causal)
     out, lse = torch.ops.dash_flash_attn.forward(q, k, v, SCALE, causal)
@@ -440,7 +450,7 @@ def test_ring_of_16_bit_numbers(ranks: int, causal: bool) -> None:
             [((x.double() - y).norm() / y.norm()).item() for x, y in zip(results, exact, strict=True)]
         )
     whole = [((x.double() - y).norm() / y.norm()).item() for x, y in zip(single, exact, strict=True)]
-    assert all(x < 1.2 * y < 0.01 for x, y in zip(errors[0], whole, strict=True)), (errors[0], whole)
+    assert all(x < 1.5 * y < 0.01 for x, y in zip(errors[0], whole, strict=True)), (errors[0], whole)
     assert all(x < y for x, y in zip(errors[0][1:], errors[1][1:], strict=True)), errors
 
 
