@@ -82,41 +82,47 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_gradient_tensors(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None = None,
-    lse_name: str = "lse",
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None = None
 ) -> None:
     """Refuses inputs of the backward that are not those of one forward: ValueError, TypeError.
 
     Kernels would read beyond them.
     """
     shape, dtype, device = q.shape, q.dtype, q.device
-    statistics = ((lse_name, lse),) if dlse is None else ((lse_name, lse), ("dlse", dlse))
     for name, x in (("dout", dout), ("out", out)):
         if x.shape != shape:
             raise ValueError(f"{name}: expected q's shape {_shape(q)}, got {_shape(x)}")
         if x.dtype != dtype:
             raise TypeError(f"{name}: expected q's dtype {dtype}, got {x.dtype}")
-    for name, x in (("dout", dout), ("out", out), *statistics):
         if x.device != device:
             raise ValueError(f"{name}: expected q's device {device}, got {x.device}")
-    for name, x in statistics:
-        if x.shape != (shape[0], shape[2], shape[1]):
-            raise ValueError(f"{name}: expected (batch, heads, seqlen) of q {_shape(q)}, got {_shape(x)}")
-        if x.dtype != lse_dtype(q):
-            raise TypeError(f"{name}: expected {lse_dtype(q)}, got {x.dtype}")
+    check_statistics("lse", lse, q)
+    if dlse is not None:
+        check_statistics("dlse", dlse, q)
     check_tensors(q, k, v)
 
 
-def check_output(name: str, x: Tensor, like: Tensor, dtypes: Sequence[torch.dtype]) -> None:
+def check_statistics(name: str, x: Tensor, q: Tensor) -> None:
+    """Refuses what is no number for each query and head: ValueError, TypeError."""
+    shape = q.shape
+    if x.device != q.device:
+        raise ValueError(f"{name}: expected q's device {q.device}, got {x.device}")
+    if x.shape != (shape[0], shape[2], shape[1]):
+        raise ValueError(f"{name}: expected (batch, heads, seqlen) of q {_shape(q)}, got {_shape(x)}")
+    if x.dtype != lse_dtype(q):
+        raise TypeError(f"{name}: expected {lse_dtype(q)}, got {x.dtype}")
+
+
+def check_rounded(q: Tensor, rounded: bool) -> None:
+    """NotImplementedError for sums that are not rounded, but on the CPU."""
+    if not rounded and q.device.type != "cpu":
+        raise NotImplementedError(f"rounded: only True on CUDA, gradients in {q.dtype}")
+
+
+def check_place(name: str, x: Tensor, like: Tensor, dtypes: Sequence[torch.dtype]) -> None:
     """Refuses what a result in the shape of `like` cannot be written into: ValueError, TypeError.
 
-    NotImplementedError on CUDA, and on meta as there, for a dtype but the first of `dtypes`.
+    NotImplementedError for any but the first of the dtypes, unless on the CPU.
     """
     if x.shape != like.shape:
         raise ValueError(f"{name}: expected the shape {_shape(like)}, got {_shape(x)}")
@@ -124,12 +130,13 @@ def check_output(name: str, x: Tensor, like: Tensor, dtypes: Sequence[torch.dtyp
         raise TypeError(f"{name}: expected {' or '.join(map(str, dict.fromkeys(dtypes)))}, got {x.dtype}")
     if x.device != like.device:
         raise ValueError(f"{name}: expected q's device {like.device}, got {x.device}")
-    if x.layout is not torch.strided:
-        raise _not_dense(name, x)
-    if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
-        raise ValueError(f"{name}: several of its elements share memory, by the strides {x.stride()}")
     if x.dtype != dtypes[0] and like.device.type != "cpu":
         raise NotImplementedError(f"{name}: on CUDA only {dtypes[0]}, got {x.dtype}")
+    # A compiler that traces an autograd function's backward knows no strides: torch's copy refuses there.
+    if torch.compiler.is_compiling():
+        return
+    if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
+        raise ValueError(f"{name}: several of its elements share memory, by the strides {x.stride()}")
 
 
 def lse_dtype(q: Tensor) -> torch.dtype:

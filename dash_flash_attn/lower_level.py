@@ -5,12 +5,10 @@ the caller is an autograd function himself. He calls them once for each block of
 merges what they return.
 """
 
-from contextlib import nullcontext
-
 import torch
 from torch import Tensor
 
-from . import into, ops
+from . import into
 from .checks import (
     check_attention,
     check_count,
@@ -18,9 +16,12 @@ from .checks import (
     check_features,
     check_flag,
     check_none,
+    check_place,
     check_scale,
     check_schedule,
+    check_statistics,
     check_window,
+    lse_dtype,
 )
 
 _NO_LENGTHS = "there are no batches of variable length"
@@ -101,14 +102,10 @@ def _flash_attn_forward(
         qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk,
         softcap=softcap, num_splits=num_splits, pack_gqa=pack_gqa, sm_margin=sm_margin,
     )  # fmt: skip
-    if out_ is None:
-        kind = "cuda" if q.is_cuda else "cpu"
-        as_it_is = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
-        with torch.no_grad(), as_it_is:
-            out, lse = ops.attention(q, k, v, scale, causal, "auto", sm_margin)
-    else:
+    if out_ is not None:
         check_dense("out_", out_)
-        out, lse = out_, into.forward(q, k, v, out_, scale, causal, sm_margin)
+        check_place("out_", out_, q, (q.dtype,))
+    out, lse = into.forward(q, k, v, out_, scale, causal, sm_margin)
     return out, lse, _nothing(q), _nothing(q)
 
 
@@ -170,11 +167,15 @@ def _flash_attn_backward(
         Nothing has been launched then.
     """
     check_attention(q, k, v)
+    tensors = dout, q, k, v, out, softmax_lse
     for name, x in (("dout", dout), ("out", out), ("softmax_lse", softmax_lse)):
         check_dense(name, x)
-    for name, x in (("dq", dq), ("dk", dk), ("dv", dv)):
+    check_statistics("softmax_lse", softmax_lse, q)
+    places = dq, dk, dv
+    for name, x, like in zip(("dq", "dk", "dv"), places, (q, k, v), strict=True):
         if x is not None:
             check_dense(name, x)
+            check_place(name, x, like, (q.dtype, lse_dtype(q)))
     if dq is None and dk is None and dv is None:
         raise ValueError("dq, dk, dv: all are None, and the gradients are not returned")
     scale = _scale(q, softmax_scale)
@@ -186,7 +187,7 @@ def _flash_attn_backward(
     )  # fmt: skip
     check_features(softcap=softcap, sm_margin=sm_margin)
     name = check_schedule(schedule, None, deterministic)
-    into.backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, scale, causal, name, sm_margin)
+    into.backward(tensors, places, scale, causal, name, sm_margin)
     return _nothing(q)
 
 

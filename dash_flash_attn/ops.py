@@ -1,7 +1,5 @@
 """The two operators that torch sees, `dash_flash_attn::forward` and `dash_flash_attn::backward`.
 
-Those that write into tensors of the caller are in into.py.
-
 Both have a CPU implementation (reference.py), one for CUDA, a fake for tracing, an autograd formula, and
 rules for torch.autocast, torch.vmap (batching.py) and DTensors (sharding.py). Calling them directly is the
 same as calling the public functions, less the checks of options.
@@ -15,7 +13,15 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
 from . import _native, batching, kernels, reference, sharding
-from .checks import UNORDERED, alert_unordered, check_gradient_tensors, check_scale, check_tensors, lse_dtype
+from .checks import (
+    UNORDERED,
+    alert_unordered,
+    check_gradient_tensors,
+    check_rounded,
+    check_scale,
+    check_tensors,
+    lse_dtype,
+)
 from .dispatch import autocast, is_constant, unobserved
 from .forward import attention_forward
 from .layout import addressable, is_addressable, matrix
@@ -39,12 +45,12 @@ _library.define(
 )
 _library.define(
     "backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, float softmax_scale, "
-    "bool causal, str schedule, int sm_margin, Tensor? dlse=None, Tensor? scale_factor=None) "
-    "-> (Tensor dq, Tensor dk, Tensor dv)",
+    "bool causal, str schedule, int sm_margin, Tensor? dlse=None, Tensor? scale_factor=None, "
+    "bool rounded=True) -> (Tensor dq, Tensor dk, Tensor dv)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 _FORWARD = torch.ops.dash_flash_attn.forward.default
-_BACKWARD = torch.ops.dash_flash_attn.backward.default
+BACKWARD = torch.ops.dash_flash_attn.backward.default
 
 
 @functools.lru_cache  # every call of an operator asks
@@ -96,8 +102,8 @@ def _whole_scale(softmax_scale: float, scale_factor: Tensor | None) -> float:
     return softmax_scale if scale_factor is None else check_scale(softmax_scale * scale_factor.item())
 
 
-def _zero_gradients(*inputs: Tensor) -> tuple[Tensor, ...]:
-    return tuple(x.new_zeros(x.shape) for x in inputs)
+def _zero_gradients(rounded: bool, *inputs: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.new_zeros(x.shape, dtype=x.dtype if rounded else lse_dtype(x)) for x in inputs)
 
 
 def _forward_cpu(q, k, v, softmax_scale, causal, schedule="auto", sm_margin=0, scale_factor=None):
@@ -128,61 +134,39 @@ def _forward_fake(q, k, v, softmax_scale, causal, schedule="auto", sm_margin=0, 
     return q.new_empty(q.shape), q.new_empty((batch, heads_q, seqlen_q), dtype=lse_dtype(q))
 
 
-# `into` is the place for dq, dk and dv, or None where they have none: into.py. Results are these very tensors
-# where that costs no copy; else the caller copies.
+# With rounded=False results are sums in the accumulators' dtype. `into` has places for dq, dk, dv, or None:
+# a kernel writes there if it can, and else it returns a tensor of its own (into.py).
 
 
 def _backward_cpu(
-    dout,
-    q,
-    k,
-    v,
-    out,
-    lse,
-    softmax_scale,
-    causal,
-    schedule,
-    sm_margin,
-    dlse=None,
-    scale_factor=None,
-    into=None,
-):
+    dout, q, k, v, out, lse, softmax_scale, causal, schedule, sm_margin, dlse=None, scale_factor=None,
+    rounded=True, into=(None, None, None),
+):  # fmt: skip
     check_gradient_tensors(dout, q, k, v, out, lse, dlse)
     alert_unordered(schedule)
     if q.numel() == 0 or k.numel() == 0:
-        return _zero_gradients(q, k, v)
+        return _zero_gradients(rounded, q, k, v)
     if schedule in ("auto", UNORDERED):
         schedule = auto_schedule(q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], causal)
     softmax_scale = _whole_scale(softmax_scale, scale_factor)
     with torch.autocast("cpu", enabled=False):
-        rounded = into is None  # a copy rounds as well, and not where the place is for the whole sums
         return reference.backward(dout, q, k, v, out, lse, softmax_scale, causal, schedule, dlse, rounded)
 
 
 def _backward_cuda(
-    dout,
-    q,
-    k,
-    v,
-    out,
-    lse,
-    softmax_scale,
-    causal,
-    schedule,
-    sm_margin,
-    dlse=None,
-    scale_factor=None,
-    into=None,
-):
+    dout, q, k, v, out, lse, softmax_scale, causal, schedule, sm_margin, dlse=None, scale_factor=None,
+    rounded=True, into=(None, None, None),
+):  # fmt: skip
     check_gradient_tensors(dout, q, k, v, out, lse, dlse)
+    check_rounded(q, rounded)
     alert_unordered(schedule)
     batch, seqlen_q, heads_q, head_dim = q.shape
     seqlen_k, heads_k = k.shape[1:3]
     if q.numel() == 0 or k.numel() == 0:
-        return _zero_gradients(q, k, v)
+        return _zero_gradients(rounded, q, k, v)
     softmax_scale = _whole_scale(softmax_scale, scale_factor)
     if softmax_scale < 0:  # the kernels' mask is a product of -inf: see _forward_cuda
-        options = -softmax_scale, causal, schedule, sm_margin, dlse, None, into
+        options = -softmax_scale, causal, schedule, sm_margin, dlse, None, rounded, into
         dq, dk, dv = _backward_cuda(dout, -q, k, v, out, lse, *options)
         return dq.neg_(), dk, dv
     ordered = schedule != UNORDERED
@@ -200,7 +184,7 @@ def _backward_cuda(
         lse = lse.contiguous()
         if dlse is not None:
             dlse = dlse.contiguous()
-        dq, dk, dv = map(_place_for, (q, k, v), into or (None, None, None))
+        dq, dk, dv = map(_place_for, (q, k, v), into)
         workspace = uninitialized((workspace_bytes,), torch.uint8, device)
         _native.backward(
             *map(matrix, (q, k, v, out, dout, dq, dk, dv)),
@@ -227,10 +211,13 @@ def _place_for(x: Tensor, given: Tensor | None) -> Tensor:
 
 
 def _backward_fake(
-    dout, q, k, v, out, lse, softmax_scale, causal, schedule, sm_margin, dlse=None, scale_factor=None
-):
+    dout, q, k, v, out, lse, softmax_scale, causal, schedule, sm_margin, dlse=None, scale_factor=None,
+    rounded=True,
+):  # fmt: skip
     check_gradient_tensors(dout, q, k, v, out, lse, dlse)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    check_rounded(q, rounded)
+    dtype = q.dtype if rounded else lse_dtype(q)
+    return tuple(x.new_empty(x.shape, dtype=dtype) for x in (q, k, v))
 
 
 def _backward_flash2(dout, q, k, v, out, lse, softmax_scale, causal, deterministic, dlse=None):
@@ -281,17 +268,17 @@ class _Attention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         if forward_ad._current_level >= 0:
-            refuse_tangents(dout=dout, dlse=dlse)
+            _refuse_tangents(dout=dout, dlse=dlse)
         arguments = dout, q, k, v, out, lse, *ctx.options, dlse, scale_factor
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             # With create_graph=True the operator's own node refuses a second derivative. A compiler that
             # traces this function does not know the block below.
-            gradients = _BACKWARD(*arguments)
+            gradients = BACKWARD(*arguments)
         elif unobserved(dout, q, k, v, out, lse) and (dlse is None or unobserved(dlse)):
             gradients = BACKWARD_KERNELS[dout.device.type](*arguments)
         else:
             with _below_autograd():
-                gradients = _BACKWARD(*arguments)
+                gradients = BACKWARD(*arguments)
         return *gradients, None, None
 
 
@@ -300,7 +287,7 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *arguments):
-        return _call_below_autograd(_BACKWARD, *arguments)
+        return _call_below_autograd(BACKWARD, *arguments)
 
     @staticmethod
     def backward(ctx, *_):
@@ -324,12 +311,12 @@ def _forward_autograd(q, k, v, softmax_scale, causal, schedule="auto", sm_margin
 def _backward_autograd(dout, q, k, v, out, lse, *options):
     tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": (*options, None)[4]}
     if forward_ad._current_level >= 0:
-        refuse_tangents(**tensors)
+        _refuse_tangents(**tensors)
     needed = any(x is not None and x.requires_grad for x in tensors.values())
     arguments = dout, q, k, v, out, lse, *options
     if torch.is_grad_enabled() and needed:
         return _node(_backward_node, *arguments)
-    return _call_below_autograd(_BACKWARD, *arguments)
+    return _call_below_autograd(BACKWARD, *arguments)
 
 
 def _in_levels():
@@ -356,7 +343,7 @@ def _call_below_autograd(operator, *arguments):
 def _differentiable(forward, q, k, v, options):
     """forward(q, k, v, *options), with a gradient where one is asked for."""
     if forward_ad._current_level >= 0:
-        refuse_tangents(q=q, k=k, v=v)
+        _refuse_tangents(q=q, k=k, v=v)
     if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
         return forward(q, k, v, *options)
     return _node(_attention_node, q, k, v, options, forward)
@@ -379,7 +366,7 @@ def attention(
     if torch.is_autocast_enabled(kind):
         q, k, v = autocast(kind, q, k, v)
     if unobserved(q, k, v):
-        return _differentiable(FORWARD_KERNELS[kind], q, k, v, options)
+        return _differentiable(_FORWARD_KERNELS[kind], q, k, v, options)
     if not torch.compiler.is_compiling():
         sharding.register()
     softmax_scale, scale_factor = split_scale(softmax_scale)
@@ -393,8 +380,7 @@ def split_scale(softmax_scale: float) -> tuple[float, Tensor | None]:
     return 1.0, torch.ones((), dtype=torch.float64, device="cpu") * softmax_scale
 
 
-def refuse_tangents(**tensors: Tensor | None) -> None:
-    """NotImplementedError for a tensor that carries a tangent, by its name: it would be lost."""
+def _refuse_tangents(**tensors: Tensor | None) -> None:
     for name, x in tensors.items():
         if x is not None and forward_ad.unpack_dual(x).tangent is not None:
             raise NotImplementedError(
@@ -403,10 +389,10 @@ def refuse_tangents(**tensors: Tensor | None) -> None:
 
 
 # What runs on a device, past the dispatcher.
-FORWARD_KERNELS = {"cpu": _forward_cpu, "cuda": _forward_cuda}
+_FORWARD_KERNELS = {"cpu": _forward_cpu, "cuda": _forward_cuda}
 BACKWARD_KERNELS = {"cpu": _backward_cpu, "cuda": _backward_cuda}
 for _kind in ("cpu", "cuda"):
-    _library.impl("forward", FORWARD_KERNELS[_kind], _kind.upper())
+    _library.impl("forward", _FORWARD_KERNELS[_kind], _kind.upper())
     _library.impl("backward", BACKWARD_KERNELS[_kind], _kind.upper())
     _library.impl("forward", functools.partial(_forward_autocast, _kind), "Autocast" + _kind.upper())
 torch.library.register_fake("dash_flash_attn::forward", _forward_fake, lib=_library)

@@ -13,10 +13,8 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from wrapper import Wrapper
 
-from dash_flash_attn import _flash_attn_backward, _flash_attn_forward, flash_attn_func, into, ops
+from dash_flash_attn import _flash_attn_backward, _flash_attn_forward, flash_attn_func, ops
 
-FORWARD_INTO = torch.ops.dash_flash_attn.forward_into.default
-BACKWARD_INTO = torch.ops.dash_flash_attn.backward_into.default
 SCALE = 0.3
 
 
@@ -182,7 +180,7 @@ def test_refused_options_are_named(function, error: type[Exception], option: dic
     names = ("dout", "q", "k", "v", "out", "softmax_lse")
     given = dict(zip(names, tensors, strict=True)) | {"dq": torch.empty_like(tensors[1])} | option
     given = {name: x for name, x in given.items() if takes(function, {name: x})}
-    monkeypatch.setattr(ops, "FORWARD_KERNELS", None)
+    monkeypatch.setattr(ops, "_FORWARD_KERNELS", None)
     monkeypatch.setattr(ops, "BACKWARD_KERNELS", None)
     with pytest.raises(error, match=f"^([a-z_]+, )*{next(iter(option))}\\b.*: "):
         function(**given)
@@ -342,7 +340,7 @@ def test_no_node_is_made(requires_grad: bool) -> None:
 def test_tensors_that_are_not_their_memory(place: int, monkeypatch) -> None:
     tensors = backward_inputs()
     expected = gradients(tensors)
-    monkeypatch.setattr(into, "_backward_into", None)  # the way past the dispatcher
+    monkeypatch.setattr(ops, "BACKWARD_KERNELS", None)  # the way past the dispatcher
     for strange in (Wrapper, torch._neg_view):
         given = [
             strange(-x if strange is torch._neg_view else x) if i == place else x
@@ -394,23 +392,6 @@ def test_empty(seqlen_q: int, seqlen_k: int) -> None:
     write(tensors, *places)
     out, lse, _, _ = _flash_attn_forward(*tensors[1:4], out_=torch.full_like(tensors[1], torch.nan))
     assert not any(x.any() for x in (*places, out)) and (lse == -torch.inf).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_opcheck(dtype: torch.dtype) -> None:
-    tensors = backward_inputs(dtype)
-    q, k, v = tensors[1:4]
-    factor = torch.tensor(2.0, dtype=torch.float64)
-    torch.library.opcheck(FORWARD_INTO, (q, k, v, torch.empty_like(q), SCALE, True, 0))
-    torch.library.opcheck(
-        FORWARD_INTO, (q, k, v, torch.zeros(2, 90, 4, 32, dtype=dtype)[:, 10:80], SCALE, True, 0, factor)
-    )
-    plain = [torch.zeros_like(x) for x in (q, k, v)]
-    slices = [torch.zeros_like(torch.cat((x, x), dim=1))[:, 5 : 5 + x.shape[1]] for x in (q, k, v)]
-    wide = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
-    for places in (plain, slices, wide, (plain[0], None, None), (None, *slices[1:])):
-        torch.library.opcheck(BACKWARD_INTO, (*tensors, *places, SCALE, True, "shift", 0))
-    torch.library.opcheck(BACKWARD_INTO, (*tensors, *plain, SCALE, True, "shift", 0, factor))
 
 
 def test_fake_tensors() -> None:

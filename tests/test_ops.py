@@ -53,6 +53,7 @@ def test_opcheck_backward(dtype: torch.dtype) -> None:
     factor = torch.tensor(2.0, dtype=torch.float64)
     dlse = torch.randn_like(lse)
     torch.library.opcheck(BACKWARD, (dout, q, k, v, out, lse, 0.2, True, "shift", 0, dlse, factor))
+    torch.library.opcheck(BACKWARD, (dout, q, k, v, out, lse, 0.2, True, "shift", 0, dlse, factor, False))
 
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(0, 5), (5, 0)])
@@ -317,7 +318,7 @@ def test_calls_that_nobody_watches_skip_the_dispatcher(monkeypatch) -> None:
         raise AssertionError("through the dispatcher")
 
     monkeypatch.setattr(ops, "_FORWARD", never)
-    monkeypatch.setattr(ops, "_BACKWARD", never)
+    monkeypatch.setattr(ops, "BACKWARD", never)
     assert all(map(same_bits, expected, gradients(deterministic_attention, tensors, dout)))
     with pytest.raises(AssertionError, match="through the dispatcher"), Watch():
         deterministic_attention(*tensors)
