@@ -1,5 +1,6 @@
 """The lower-level functions: their arguments, where they write, and a ring that is made of them."""
 
+import contextlib
 import inspect
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from wrapper import Wrapper
 
-from dash_flash_attn import _flash_attn_backward, _flash_attn_forward, flash_attn_func, ops
+from dash_flash_attn import _flash_attn_backward, _flash_attn_forward, flash_attn_func, kernels, ops
 
 SCALE = 0.3
 
@@ -235,6 +236,29 @@ def test_backward(dtype: torch.dtype, schedule: str | None) -> None:
             assert same_bits(place, x)
             place.fill_(torch.nan)
             assert whole.isnan().all()
+
+
+@pytest.mark.parametrize("scale", [SCALE, -SCALE])
+def test_what_kernels_get(scale: float, monkeypatch) -> None:
+    """On CUDA: the place itself where they can write to it."""
+    given = []
+    monkeypatch.setattr(kernels, "falls_back", lambda device: False)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    monkeypatch.setattr(ops._native, "backward", lambda *arguments: given.append(arguments[5:8]))
+    q, k, v = (torch.zeros(2, 40, 3, 64, dtype=torch.bfloat16) for _ in "qkv")
+    tensors = q, q, k, v, q, torch.zeros(2, 3, 40)
+    rows = torch.zeros(2, 100, 3, 64, dtype=torch.bfloat16)[:, 10:50]
+    heads_first = torch.zeros(2, 3, 41, 64, dtype=torch.bfloat16)[:, :, 1:].transpose(1, 2)
+    odd = torch.zeros(2, 40, 3, 65, dtype=torch.bfloat16)[..., 1:]
+    for into in ((rows, heads_first, rows), (heads_first, None, odd), (odd, rows, None)):
+        results = ops.BACKWARD_KERNELS["cuda"](*tensors, scale, False, "auto", 0, into=into)
+        for place, result, (address, *strides) in zip(into, results, given.pop(), strict=True):
+            assert (result is place) == (place is rows or place is heads_first)
+            assert address == result.data_ptr() and (*strides, 1) == result.stride()
+    with pytest.raises(NotImplementedError, match="^rounded: only True on CUDA"):
+        on_meta = [x.to("meta") for x in tensors]
+        torch.ops.dash_flash_attn.backward(*on_meta, scale, False, "auto", 0, rounded=False)
 
 
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "qk", "kv"])
