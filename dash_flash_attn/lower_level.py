@@ -1,8 +1,7 @@
 """Both passes as functions of their own, for libraries of ring and context-parallel attention.
 
-They have the names, argument names and positions of FlashAttention-3's, and are no part of autograd's graph:
-the caller is an autograd function himself. He calls them once for each block of keys that comes by, and
-merges what they return.
+They have FlashAttention-3's names, argument names and positions. They make no node in autograd's graph, since
+their caller is an autograd function. It calls them for each block of keys, and merges the results.
 """
 
 import torch
@@ -69,8 +68,7 @@ def _flash_attn_forward(
 
     Args:
         q, k, v, softmax_scale, causal, sm_margin: as in `flash_attn_func`, but torch.autocast casts nothing.
-        out_: written instead of a new tensor: q's shape, dtype and device, any strides but 0. It must not
-            overlap q, k and v.
+        out_: gets a copy of the output: q's shape, dtype and device, any strides but 0.
         window_size_left, window_size_right: the two sides of `flash_attn_func`'s window_size.
         max_seqlen_q, max_seqlen_k, rotary_interleaved, num_splits, pack_gqa: no effect.
         k_new to seqused_k, page_table to v_descale, scheduler_metadata: must be None.
