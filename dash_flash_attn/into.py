@@ -1,9 +1,9 @@
 """Both passes with results in tensors of the caller, and no node in autograd's graph.
 
-The backward's kernels write in place where nobody watches a call. Where somebody does (a compiler, a profiler,
-a tensor subclass: dispatch.py), a call is the operator and a copy, which a compiler fuses with what comes next.
-An operator that writes would save the copy. But torch 2.13's compiler puts two calls that write to one tensor
-into a wrong order with its readers: gradients would be wrong, and nobody told.
+The backward's kernels write in place where nobody watches a call. Where somebody does (a compiler, a
+profiler, a tensor subclass: dispatch.py), a call is the operator and a copy, which a compiler fuses with what
+comes next. An operator that writes would save the copy. But torch 2.13's compiler puts two calls that write
+to one tensor into a wrong order with its readers: gradients would be wrong, without an error.
 """
 
 from collections.abc import Sequence
