@@ -32,7 +32,7 @@ inline int64_t cost_of_equal_chains(int64_t chains, int64_t length) {
 //   - where one batch entry alone would leave most SMs idle (MQA). Under a causal mask chains differ in length, and
 //     a long one needs a short one beside it on its SM;
 //   - where chains of the entry alone would end unevenly: without a mask where they are equal and a last wave of them
-//     has few, under a causal mask where there are few on each SM;
+//     has few, under a causal mask where whole groups are not enough for a chip;
 //   - under a causal mask, where chains are long: the short ones would soon be heads ahead of the long ones, and
 //     Q, dO and dQ of all these heads are more than the L2 cache holds. Into pairs of heads, since in the second one
 //     two chains come together again; a third one is worth less than a cut costs. Chains that wait in line keep
@@ -55,8 +55,8 @@ inline GroupParts group_parts(int heads_q, int heads_k, schedule::TileGrid const
         bool const idle = chains * parts.count < wanted && tiles >= kShortestPart;
         bool const long_chains =
             grid.causal && !waits_in_line && group > 3 && finer.heads > 1 && tiles >= shortest_part_for_cache(head_dim);
-        bool const uneven =
-            tiles >= kShortestEvenPart && (grid.causal ? chains * parts.count < 2 * wanted : cost(finer) < cost(parts));
+        bool const few = chains < schedule::kChainsThatFillAChip && chains * parts.count < 2 * wanted;
+        bool const uneven = tiles >= kShortestEvenPart && (grid.causal ? few : cost(finer) < cost(parts));
         if (idle || long_chains || uneven) parts = finer;
     }
     return parts;
