@@ -8,12 +8,9 @@
 
 namespace dash {
 
-// How many query tiles each helper takes before it computes: with those of the warp whose role it is as many as all
-// SMs begin with, a KV tile each. Afterwards that warp is ahead of the chains alone, unless a head has so few KV tiles
-// that the statistics of a query tile take longer than all its pairs: then all of them come first.
+// How many query tiles each helper takes before it computes: with those of the warp whose role it is, about as many as
+// the heads have that all SMs begin with, a KV tile each.
 __device__ inline uint32_t tiles_a_helper(KernelArguments const& args, int helpers) {
-    constexpr int kMuchWork = 3;  // KV tiles
-    if (args.kv_tiles < kMuchWork) return ~0u;
     return max(2, schedule::quotient_up(args.q_tiles, args.kv_tiles * (1 + helpers)));
 }
 
