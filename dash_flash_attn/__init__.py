@@ -14,5 +14,13 @@ except ImportError:
         "in another folder to use an installed package, or build here: pip install -e ."
     ) from None
 from .interface import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
+from .lower_level import _flash_attn_backward, _flash_attn_forward
 
-__all__ = ["__version__", "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func"]
+__all__ = [
+    "__version__",
+    "_flash_attn_backward",
+    "_flash_attn_forward",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+]

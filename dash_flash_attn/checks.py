@@ -82,14 +82,21 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_gradient_tensors(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None = None
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None = None,
+    lse_name: str = "lse",
 ) -> None:
     """Refuses inputs of the backward that are not those of one forward: ValueError, TypeError.
 
     Kernels would read beyond them.
     """
     shape, dtype, device = q.shape, q.dtype, q.device
-    statistics = (("lse", lse),) if dlse is None else (("lse", lse), ("dlse", dlse))
+    statistics = ((lse_name, lse),) if dlse is None else ((lse_name, lse), ("dlse", dlse))
     for name, x in (("dout", dout), ("out", out)):
         if x.shape != shape:
             raise ValueError(f"{name}: expected q's shape {_shape(q)}, got {_shape(x)}")
@@ -106,25 +113,45 @@ def check_gradient_tensors(
     check_tensors(q, k, v)
 
 
+def check_output(name: str, x: Tensor, like: Tensor, dtypes: Sequence[torch.dtype]) -> None:
+    """Refuses what a result in the shape of `like` cannot be written into: ValueError, TypeError.
+
+    NotImplementedError on CUDA, and on meta as there, for a dtype but the first of `dtypes`.
+    """
+    if x.shape != like.shape:
+        raise ValueError(f"{name}: expected the shape {_shape(like)}, got {_shape(x)}")
+    if x.dtype not in dtypes:
+        raise TypeError(f"{name}: expected {' or '.join(map(str, dict.fromkeys(dtypes)))}, got {x.dtype}")
+    if x.device != like.device:
+        raise ValueError(f"{name}: expected q's device {like.device}, got {x.device}")
+    if x.layout is not torch.strided:
+        raise _not_dense(name, x)
+    if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
+        raise ValueError(f"{name}: several of its elements share memory, by the strides {x.stride()}")
+    if x.dtype != dtypes[0] and like.device.type != "cpu":
+        raise NotImplementedError(f"{name}: on CUDA only {dtypes[0]}, got {x.dtype}")
+
+
 def lse_dtype(q: Tensor) -> torch.dtype:
     """The dtype of a log-sum-exp: that of the accumulators."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def check_is_tensor(name: str, x: object) -> None:
-    """TypeError for what is none."""
+def check_dense(name: str, x: object) -> None:
+    """TypeError for what is no dense tensor."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {x!r:.100}")
+    # A compiler that traces the backward of an autograd function knows no layouts: the operator will see.
+    if not torch.compiler.is_compiling() and x.layout is not torch.strided:
+        raise _not_dense(name, x)
 
 
 def check_attention(q: Tensor, k: Tensor, v: Tensor) -> None:
     """TypeError for what is no dense tensor, ValueError for one that has not four dimensions."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        check_is_tensor(name, x)
+        check_dense(name, x)
         if x.dim() != 4:
             raise _no_four_dimensions(name, x)
-        if x.layout is not torch.strided:
-            raise _not_dense(name, x)
 
 
 def check_flag(name: str, value: bool, hint: str = "") -> bool:
@@ -171,7 +198,13 @@ def check_scale(softmax_scale: float) -> float:
     return float(softmax_scale)
 
 
-def check_window(window_size: Sequence[int | None], causal: bool, seqlen_q: int, seqlen_k: int) -> bool:
+def check_window(
+    window_size: Sequence[int | None],
+    causal: bool,
+    seqlen_q: int,
+    seqlen_k: int,
+    name: str = "window_size",
+) -> bool:
     """Whether the mask is causal, by both arguments.
 
     A window (left, right) lets query r see the keys from r + seqlen_k - seqlen_q - left to
@@ -186,14 +219,14 @@ def check_window(window_size: Sequence[int | None], causal: bool, seqlen_q: int,
     if window_size == _NO_WINDOW:
         return causal
     if not isinstance(window_size, Sequence) or isinstance(window_size, str):
-        raise TypeError(f"window_size: expected a pair (left, right), got {_described(window_size)}")
+        raise TypeError(f"{name}: expected a pair (left, right), got {_described(window_size)}")
     if len(window_size) != 2:
-        raise ValueError(f"window_size: expected a pair (left, right), got {window_size}")
+        raise ValueError(f"{name}: expected a pair (left, right), got {window_size}")
     for side in window_size:
         if side is not None and not _is_integer(side):
-            raise TypeError(f"window_size: expected numbers of keys or None, got {_described(window_size)}")
+            raise TypeError(f"{name}: expected numbers of keys or None, got {_described(window_size)}")
         if side is not None and side < -1:
-            raise ValueError(f"window_size: each side is 0 or more, -1 or None, got {window_size}")
+            raise ValueError(f"{name}: each side is 0 or more, -1 or None, got {window_size}")
     left, right = window_size
     causal = causal or right == 0
     # From the first query to the last key, and from the last query to the first key.
@@ -201,7 +234,7 @@ def check_window(window_size: Sequence[int | None], causal: bool, seqlen_q: int,
     limits_left = left not in (None, -1) and left < seqlen_k - 1
     if limits_left or limits_right:
         raise NotImplementedError(
-            f"window_size: {window_size} cuts off keys, and there are no kernels for that; a side of -1 or "
+            f"{name}: {window_size} cuts off keys, and there are no kernels for that; a side of -1 or "
             "None is no limit, and (-1, 0) is the causal mask"
         )
     return causal
@@ -279,11 +312,8 @@ def check_features(
         NotImplementedError: an option that would change the result.
         TypeError, ValueError: a number that is none, or negative where there is no such thing.
     """
-    _check_none("qv", qv, "not supported")
-    _check_none("alibi_slopes", alibi_slopes, "not supported")
-    _check_none("q_descale", q_descale, "there are no 8-bit kernels")
-    _check_none("k_descale", k_descale, "there are no 8-bit kernels")
-    _check_none("v_descale", v_descale, "there are no 8-bit kernels")
+    check_none("not supported", qv=qv, alibi_slopes=alibi_slopes)
+    check_none("there are no 8-bit kernels", q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     _check_number("attention_chunk", attention_chunk)
     _check_number("softcap", softcap)
     _check_number("dropout_p", dropout_p)
@@ -296,13 +326,15 @@ def check_features(
     if pack_gqa is not None:
         check_flag("pack_gqa", pack_gqa)
     if num_splits is not None:
-        _check_count("num_splits", num_splits, "splits")
-    _check_count("sm_margin", sm_margin, "SMs")
+        check_count("num_splits", num_splits, "splits")
+    check_count("sm_margin", sm_margin, "SMs")
 
 
-def _check_none(name: str, value: object, reason: str) -> None:
-    if value is not None:
-        raise NotImplementedError(f"{name}: {reason}, pass None")
+def check_none(reason: str, **values: object) -> None:
+    """NotImplementedError with the reason for the first value that is not None, by its name."""
+    for name, value in values.items():
+        if value is not None:
+            raise NotImplementedError(f"{name}: {reason}, pass None")
 
 
 def _check_number(name: str, value: object) -> None:
@@ -310,7 +342,8 @@ def _check_number(name: str, value: object) -> None:
         raise TypeError(f"{name}: expected a number, got {_described(value)}")
 
 
-def _check_count(name: str, value: object, what: str) -> None:
+def check_count(name: str, value: object, what: str) -> None:
+    """TypeError for what is no number of these, ValueError for a negative one."""
     if not _is_integer(value):
         raise TypeError(f"{name}: expected a number of {what}, got {_described(value)}")
     if value < 0:

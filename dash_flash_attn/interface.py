@@ -8,9 +8,9 @@ from . import ops
 from .checks import (
     check_attention,
     check_causal,
+    check_dense,
     check_features,
     check_heads_q,
-    check_is_tensor,
     check_scale,
     check_schedule,
     check_window,
@@ -130,7 +130,7 @@ def flash_attn_kvpacked_func(
 
     The other arguments, the result and the errors are those of `flash_attn_func`.
     """
-    check_is_tensor("kv", kv)
+    check_dense("kv", kv)
     if kv.dim() != 5 or kv.shape[2] != 2:
         raise ValueError(f"kv: expected (batch, seqlen, 2, heads, head_dim), got {tuple(kv.shape)}")
     k, v = kv.unbind(2)
@@ -171,7 +171,7 @@ def flash_attn_qkvpacked_func(
 
     The other arguments, the result and the errors are those of `flash_attn_func`.
     """
-    check_is_tensor("qkv", qkv)
+    check_dense("qkv", qkv)
     check_heads_q(num_heads_q)
     if qkv.dim() == 5 and qkv.shape[2] == 3:
         if num_heads_q not in (None, qkv.shape[3]):

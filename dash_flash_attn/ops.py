@@ -1,5 +1,7 @@
 """The two operators that torch sees, `dash_flash_attn::forward` and `dash_flash_attn::backward`.
 
+Those that write into tensors of the caller are in into.py.
+
 Both have a CPU implementation (reference.py), one for CUDA, a fake for tracing, an autograd formula, and
 rules for torch.autocast, torch.vmap (batching.py) and DTensors (sharding.py). Calling them directly is the
 same as calling the public functions, less the checks of options.
@@ -16,7 +18,7 @@ from . import _native, batching, kernels, reference, sharding
 from .checks import UNORDERED, alert_unordered, check_gradient_tensors, check_scale, check_tensors, lse_dtype
 from .dispatch import autocast, is_constant, unobserved
 from .forward import attention_forward
-from .layout import addressable, matrix
+from .layout import addressable, is_addressable, matrix
 from .torch_settings import deterministic_algorithms, unfilled_memory, uninitialized, uninitialized_like
 
 # A CTA that waits this long for its turn ends the kernel with an error instead of hanging the job.
@@ -126,8 +128,24 @@ def _forward_fake(q, k, v, softmax_scale, causal, schedule="auto", sm_margin=0, 
     return q.new_empty(q.shape), q.new_empty((batch, heads_q, seqlen_q), dtype=lse_dtype(q))
 
 
+# `into` is the place for dq, dk and dv, or None where they have none: into.py. Results are these very tensors
+# where that costs no copy; else the caller copies.
+
+
 def _backward_cpu(
-    dout, q, k, v, out, lse, softmax_scale, causal, schedule, sm_margin, dlse=None, scale_factor=None
+    dout,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    softmax_scale,
+    causal,
+    schedule,
+    sm_margin,
+    dlse=None,
+    scale_factor=None,
+    into=None,
 ):
     check_gradient_tensors(dout, q, k, v, out, lse, dlse)
     alert_unordered(schedule)
@@ -137,11 +155,24 @@ def _backward_cpu(
         schedule = auto_schedule(q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], causal)
     softmax_scale = _whole_scale(softmax_scale, scale_factor)
     with torch.autocast("cpu", enabled=False):
-        return reference.backward(dout, q, k, v, out, lse, softmax_scale, causal, schedule, dlse)
+        rounded = into is None  # a copy rounds as well, and not where the place is for the whole sums
+        return reference.backward(dout, q, k, v, out, lse, softmax_scale, causal, schedule, dlse, rounded)
 
 
 def _backward_cuda(
-    dout, q, k, v, out, lse, softmax_scale, causal, schedule, sm_margin, dlse=None, scale_factor=None
+    dout,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    softmax_scale,
+    causal,
+    schedule,
+    sm_margin,
+    dlse=None,
+    scale_factor=None,
+    into=None,
 ):
     check_gradient_tensors(dout, q, k, v, out, lse, dlse)
     alert_unordered(schedule)
@@ -151,7 +182,7 @@ def _backward_cuda(
         return _zero_gradients(q, k, v)
     softmax_scale = _whole_scale(softmax_scale, scale_factor)
     if softmax_scale < 0:  # the kernels' mask is a product of -inf: see _forward_cuda
-        options = -softmax_scale, causal, schedule, sm_margin, dlse
+        options = -softmax_scale, causal, schedule, sm_margin, dlse, None, into
         dq, dk, dv = _backward_cuda(dout, -q, k, v, out, lse, *options)
         return dq.neg_(), dk, dv
     ordered = schedule != UNORDERED
@@ -169,7 +200,7 @@ def _backward_cuda(
         lse = lse.contiguous()
         if dlse is not None:
             dlse = dlse.contiguous()
-        dq, dk, dv = map(uninitialized_like, (q, k, v))
+        dq, dk, dv = map(_place_for, (q, k, v), into or (None, None, None))
         workspace = uninitialized((workspace_bytes,), torch.uint8, device)
         _native.backward(
             *map(matrix, (q, k, v, out, dout, dq, dk, dv)),
@@ -188,6 +219,11 @@ def _backward_cuda(
             torch._C._cuda_getCurrentRawStream(index),
         )
     return dq, dk, dv
+
+
+def _place_for(x: Tensor, given: Tensor | None) -> Tensor:
+    """Where kernels can write the gradient of x."""
+    return given if given is not None and is_addressable(given) else uninitialized_like(x)
 
 
 def _backward_fake(
@@ -245,14 +281,14 @@ class _Attention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         if forward_ad._current_level >= 0:
-            _refuse_tangents(dout=dout, dlse=dlse)
+            refuse_tangents(dout=dout, dlse=dlse)
         arguments = dout, q, k, v, out, lse, *ctx.options, dlse, scale_factor
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             # With create_graph=True the operator's own node refuses a second derivative. A compiler that
             # traces this function does not know the block below.
             gradients = _BACKWARD(*arguments)
         elif unobserved(dout, q, k, v, out, lse) and (dlse is None or unobserved(dlse)):
-            gradients = _BACKWARD_KERNELS[dout.device.type](*arguments)
+            gradients = BACKWARD_KERNELS[dout.device.type](*arguments)
         else:
             with _below_autograd():
                 gradients = _BACKWARD(*arguments)
@@ -288,7 +324,7 @@ def _forward_autograd(q, k, v, softmax_scale, causal, schedule="auto", sm_margin
 def _backward_autograd(dout, q, k, v, out, lse, *options):
     tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": (*options, None)[4]}
     if forward_ad._current_level >= 0:
-        _refuse_tangents(**tensors)
+        refuse_tangents(**tensors)
     needed = any(x is not None and x.requires_grad for x in tensors.values())
     arguments = dout, q, k, v, out, lse, *options
     if torch.is_grad_enabled() and needed:
@@ -320,7 +356,7 @@ def _call_below_autograd(operator, *arguments):
 def _differentiable(forward, q, k, v, options):
     """forward(q, k, v, *options), with a gradient where one is asked for."""
     if forward_ad._current_level >= 0:
-        _refuse_tangents(q=q, k=k, v=v)
+        refuse_tangents(q=q, k=k, v=v)
     if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
         return forward(q, k, v, *options)
     return _node(_attention_node, q, k, v, options, forward)
@@ -343,16 +379,22 @@ def attention(
     if torch.is_autocast_enabled(kind):
         q, k, v = autocast(kind, q, k, v)
     if unobserved(q, k, v):
-        return _differentiable(_FORWARD_KERNELS[kind], q, k, v, options)
+        return _differentiable(FORWARD_KERNELS[kind], q, k, v, options)
     if not torch.compiler.is_compiling():
         sharding.register()
-    elif not is_constant(softmax_scale):
-        scale_factor = torch.ones((), dtype=torch.float64, device="cpu") * softmax_scale
-        return _FORWARD(q, k, v, 1.0, causal, schedule, sm_margin, scale_factor)
-    return _FORWARD(q, k, v, *options)
+    softmax_scale, scale_factor = split_scale(softmax_scale)
+    return _FORWARD(q, k, v, softmax_scale, causal, schedule, sm_margin, scale_factor)
 
 
-def _refuse_tangents(**tensors: Tensor | None) -> None:
+def split_scale(softmax_scale: float) -> tuple[float, Tensor | None]:
+    """The scale as the operators take it: softmax_scale and scale_factor."""
+    if not torch.compiler.is_compiling() or is_constant(softmax_scale):
+        return softmax_scale, None
+    return 1.0, torch.ones((), dtype=torch.float64, device="cpu") * softmax_scale
+
+
+def refuse_tangents(**tensors: Tensor | None) -> None:
+    """NotImplementedError for a tensor that carries a tangent, by its name: it would be lost."""
     for name, x in tensors.items():
         if x is not None and forward_ad.unpack_dual(x).tangent is not None:
             raise NotImplementedError(
@@ -360,11 +402,12 @@ def _refuse_tangents(**tensors: Tensor | None) -> None:
             )
 
 
-_FORWARD_KERNELS = {"cpu": _forward_cpu, "cuda": _forward_cuda}
-_BACKWARD_KERNELS = {"cpu": _backward_cpu, "cuda": _backward_cuda}
+# What runs on a device, past the dispatcher.
+FORWARD_KERNELS = {"cpu": _forward_cpu, "cuda": _forward_cuda}
+BACKWARD_KERNELS = {"cpu": _backward_cpu, "cuda": _backward_cuda}
 for _kind in ("cpu", "cuda"):
-    _library.impl("forward", _FORWARD_KERNELS[_kind], _kind.upper())
-    _library.impl("backward", _BACKWARD_KERNELS[_kind], _kind.upper())
+    _library.impl("forward", FORWARD_KERNELS[_kind], _kind.upper())
+    _library.impl("backward", BACKWARD_KERNELS[_kind], _kind.upper())
     _library.impl("forward", functools.partial(_forward_autocast, _kind), "Autocast" + _kind.upper())
 torch.library.register_fake("dash_flash_attn::forward", _forward_fake, lib=_library)
 torch.library.register_fake("dash_flash_attn::backward", _backward_fake, lib=_library)

@@ -7,7 +7,7 @@ in float32 and float64 in float64.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool)
             row_max = new_max
         out[..., rows, :] = total / row_sum.masked_fill(row_sum == 0, 1.0)
         lse[..., rows] = (shift + row_sum.log()).squeeze(-1)
-    return _by_row(out, q), lse.reshape(batch, heads_q, seqlen_q)
+    return _by_row(out, q.shape, q.dtype), lse.reshape(batch, heads_q, seqlen_q)
 
 
 def backward(
@@ -71,15 +71,17 @@ def backward(
     causal: bool,
     schedule: str,
     dlse: Tensor | None = None,
+    rounded: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of `forward`, every sum in the order that `schedule` fixes.
 
     Args:
         dout, out: like q.
         q, k, v, softmax_scale, causal: as in `forward`.
-        lse: what `forward` returned.
+        lse: what `forward` returned. With more keys than these, out and lse may be those of all of them.
         schedule: "naive", "descending", "shift" or "symmetric_shift".
         dlse: a gradient of lse, like lse. It does not matter where lse is -inf.
+        rounded: False keeps the sums as they were added up, float32 for 16-bit tensors.
 
     Returns:
         dq, dk and dv, like q, k and v. Rows that no mask lets through get zeros.
@@ -113,7 +115,10 @@ def backward(
             dk[mine] = dk_part if begin == 0 else dk[mine] + dk_part
             dv[mine] = dv_part if begin == 0 else dv[mine] + dv_part
             begin += size
-    return _by_row(dqh * softmax_scale, q), _by_row(dk * softmax_scale, k), _by_row(dv, v)
+    dtype = q.dtype if rounded else wide
+    gradients = (dqh * softmax_scale, q), (dk * softmax_scale, k), (dv, v)
+    dq, dk, dv = (_by_row(x, like.shape, dtype) for x, like in gradients)
+    return dq, dk, dv
 
 
 def _chains(doh, qh, kh, vh, lse_h, delta, grid, tasks, softmax_scale, dtype) -> tuple[Tensor, ...]:
@@ -174,10 +179,10 @@ def _by_head(x: Tensor, blocks: int, dtype: torch.dtype) -> Tensor:
     return x.transpose(1, 2).unflatten(1, (blocks, -1)).to(dtype).contiguous()
 
 
-def _by_row(x: Tensor, like: Tensor) -> Tensor:
-    """The inverse of `_by_head`: contiguous, in the shape and dtype of `like`."""
-    batch, rows, heads, dim = like.shape
-    return x.reshape(batch, heads, rows, dim).transpose(1, 2).to(like.dtype).contiguous()
+def _by_row(x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The inverse of `_by_head`: contiguous, (batch, rows, heads, dim)."""
+    batch, rows, heads, dim = shape
+    return x.reshape(batch, heads, rows, dim).transpose(1, 2).to(dtype).contiguous()
 
 
 def _scores(grid, q: Tensor, k: Tensor, q_tile: int, kv_tile: int, softmax_scale: float) -> Tensor:
