@@ -86,9 +86,9 @@ def test_the_plan_of_a_call_is_the_kernels():
     assert [(c.head, c.kv_tile) for c in p.chains] == schedule.chains(24)
     assert plan_call("shift", 1, 2048, 2048, 64, 8, 128).q_heads.tolist() == list(range(0, 65, 8))
     # 7 query heads a KV head, causal: one and three pairs.
-    p = plan_call("shift", 2, 4096, 4096, 14, 2, 128, causal=True)
-    assert p.q_heads.tolist() == [7 * kv_head + head for kv_head in range(4) for head in (0, 1, 3, 5)] + [28]
-    assert p.num_tasks == 28 * sum(map(len, needed(64, True)[::2]))
+    p = plan_call("shift", 2, 4096, 4096, 28, 4, 128, causal=True)
+    assert p.q_heads.tolist() == [7 * kv_head + head for kv_head in range(8) for head in (0, 1, 3, 5)] + [56]
+    assert p.num_tasks == 56 * sum(map(len, needed(64, True)[::2]))
     p.validate()
 
 

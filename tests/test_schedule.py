@@ -543,6 +543,12 @@ def test_groups_are_cut_where_it_was_measured_to_pay():
     assert [parts_of(32, 8, n, 128, False) for n in (2048, 16384)] == [[4]] * 2
     assert [parts_of(32, heads_k, 2048, 128, False) for heads_k in (4, 1)] == [[4] * 2, [4] * 8]
     assert parts_of(32, 32, 16384, 128) == [1]
+    # Or where an entry alone would be a few waves of equal chains, and the last of them nearly empty: 8 x 34
+    # chains are 2.06 of 132. 8 x 33 are two.
+    assert [parts_of(32, 8, 128 * n, 128, False) for n in (33, 34)] == [[4], [1] * 4]
+    assert [parts_of(16, 1, n, 128, False) for n in (8192, 12000)] == [[8] * 2, [4] * 4]
+    # Under a causal mask where all chains of whole groups are fewer than a chip has SMs.
+    assert [parts_of(12, 2, n, 128) for n in (7000, 9000)] == [[1] * 6, [2] * 3]
     # For a chip that would be idle otherwise: any schedule. For the L2 cache: not where chains wait in line.
     for name in SCHEDULES:
         assert parts_of(16, 2, 2048, 128, schedule=name) == [1] * 8

@@ -15,12 +15,24 @@ namespace dash {
 // pays for a sum of dK and dV. Measured on H200 (docs/experiments.md). Fewer where SMs would be idle otherwise than
 // where the cut serves the L2 cache, which at head dimension 64 has half as many bytes to hold.
 constexpr int kShortestPart = 32;
+constexpr int kShortestEvenPart = 64;  // and where it serves chains that would end unevenly
 constexpr int shortest_part_for_cache(int head_dim) { return head_dim == 64 ? 256 : 128; }
+
+// What a batch entry of so many chains of equal length costs, without a unit, both alone on the most common chip and
+// among others: alone its last wave of chains is as long as the others, however few they are. Lengths are in query
+// tiles.
+inline int64_t cost_of_equal_chains(int64_t chains, int64_t length) {
+    constexpr int kSms = 132;
+    int64_t const alone = (chains + kSms - 1) / kSms * kSms, among_others = chains;
+    return (alone + among_others) * length;
+}
 
 // How many CTAs share the query heads of one KV head, and how. With one, a CTA walks its KV tile over all query heads
 // of the group and dK, dV never leave its registers. The group is cut, and dK, dV are summed in the order of the parts,
 //   - where one batch entry alone would leave most SMs idle (MQA). Under a causal mask chains differ in length, and
 //     a long one needs a short one beside it on its SM;
+//   - where chains of the entry alone would end unevenly: without a mask where they are equal and a last wave of them
+//     has few, under a causal mask where whole groups are not enough for a chip;
 //   - under a causal mask, where chains are long: the short ones would soon be heads ahead of the long ones, and
 //     Q, dO and dQ of all these heads are more than the L2 cache holds. Into pairs of heads, since in the second one
 //     two chains come together again; a third one is worth less than a cut costs. Chains that wait in line keep
@@ -31,6 +43,11 @@ inline GroupParts group_parts(int heads_q, int heads_k, schedule::TileGrid const
     int const wanted = (grid.causal ? 2 : 1) * schedule::kChainsThatFillAChip;
     int const group = heads_q / heads_k;
     int64_t const chains = int64_t(heads_k) * grid.kv_tiles();
+    // A sum of dK and dV takes about as long as so many query tiles.
+    constexpr int kPartSum = 6;
+    auto const cost = [&](GroupParts const& p) {
+        return cost_of_equal_chains(chains * p.count, int64_t(p.heads) * grid.q_tiles() + (p.count > 1 ? kPartSum : 0));
+    };
     GroupParts parts(group, group);
     for (int cut = 2; cut <= group; ++cut) {
         GroupParts const finer(group, schedule::ceil_div(group, cut));
@@ -38,7 +55,9 @@ inline GroupParts group_parts(int heads_q, int heads_k, schedule::TileGrid const
         bool const idle = chains * parts.count < wanted && tiles >= kShortestPart;
         bool const long_chains =
             grid.causal && !waits_in_line && group > 3 && finer.heads > 1 && tiles >= shortest_part_for_cache(head_dim);
-        if (idle || long_chains) parts = finer;
+        bool const few = chains < schedule::kChainsThatFillAChip && chains * parts.count < 2 * wanted;
+        bool const uneven = tiles >= kShortestEvenPart && (grid.causal ? few : cost(finer) < cost(parts));
+        if (idle || long_chains || uneven) parts = finer;
     }
     return parts;
 }

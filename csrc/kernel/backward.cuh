@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         // In the beginning all wait for statistics: the first math warps help, in memory that is not needed yet.
         if (warp < 4 + Config::kStatisticsHelpers)
             RowStatistics<Config>(args, shared.statistics_desk[warp - 3], shared.helper_rows(warp - 4))
-                .run(shared.side(), 2);
+                .run(shared.side(), tiles_a_helper(args, Config::kStatisticsHelpers));
         __syncwarp();
         Math<Config>(args, shared).run();
     }

@@ -8,6 +8,12 @@
 
 namespace dash {
 
+// How many query tiles each helper takes before it computes: with those of the warp whose role it is, about as many as
+// the heads have that all SMs begin with, a KV tile each.
+__device__ inline uint32_t tiles_a_helper(KernelArguments const& args, int helpers) {
+    return max(2, schedule::quotient_up(args.q_tiles, args.kv_tiles * (1 + helpers)));
+}
+
 // Role: a warp that works out the row statistics of query tiles, about in the order in which the chains will come to
 // them, whoever they belong to. A kernel of its own would read O and dO at the speed of the memory while the tensor
 // cores do nothing; here both have work. It never waits for another role, so all who wait for statistics get them.
