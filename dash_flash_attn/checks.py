@@ -205,6 +205,12 @@ def check_scale(softmax_scale: float) -> float:
     return float(softmax_scale)
 
 
+def scale_for(q: Tensor, softmax_scale: float | None) -> float:
+    """The caller's factor on the scores, checked, or 1 / sqrt(head_dim)."""
+    # A head_dim of 0 is refused by the operator.
+    return max(q.shape[-1], 1) ** -0.5 if softmax_scale is None else check_scale(softmax_scale)
+
+
 def check_window(
     window_size: Sequence[int | None],
     causal: bool,

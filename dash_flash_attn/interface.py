@@ -11,9 +11,9 @@ from .checks import (
     check_dense,
     check_features,
     check_heads_q,
-    check_scale,
     check_schedule,
     check_window,
+    scale_for,
 )
 
 
@@ -86,8 +86,7 @@ def flash_attn_func(
         Nothing has been launched then.
     """
     check_attention(q, k, v)
-    # A head_dim of 0 is refused by the operator.
-    scale = max(q.shape[-1], 1) ** -0.5 if softmax_scale is None else check_scale(softmax_scale)
+    scale = scale_for(q, softmax_scale)
     causal = check_window(window_size, check_causal(causal), q.shape[1], k.shape[1])
     check_features(
         qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk,

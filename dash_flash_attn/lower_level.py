@@ -16,11 +16,11 @@ from .checks import (
     check_flag,
     check_none,
     check_place,
-    check_scale,
     check_schedule,
     check_statistics,
     check_window,
     lse_dtype,
+    scale_for,
 )
 
 _NO_LENGTHS = "there are no batches of variable length"
@@ -83,7 +83,7 @@ def _flash_attn_forward(
         ValueError, TypeError, NotImplementedError: as `flash_attn_func`, before anything is launched.
     """
     check_attention(q, k, v)
-    scale = _scale(q, softmax_scale)
+    scale = scale_for(q, softmax_scale)
     causal = check_flag("causal", causal)
     causal = _mask(q, k, causal, window_size_left, window_size_right)
     _check_lengths(
@@ -176,7 +176,7 @@ def _flash_attn_backward(
             check_place(name, x, like, (q.dtype, lse_dtype(q)))
     if dq is None and dk is None and dv is None:
         raise ValueError("dq, dk, dv: all are None, and the gradients are not returned")
-    scale = _scale(q, softmax_scale)
+    scale = scale_for(q, softmax_scale)
     causal = check_flag("is_causal", is_causal)
     causal = _mask(q, k, causal, window_size_left, window_size_right)
     _check_lengths(
@@ -187,11 +187,6 @@ def _flash_attn_backward(
     name = check_schedule(schedule, None, deterministic)
     into.backward(tensors, places, scale, causal, name, sm_margin)
     return _nothing(q)
-
-
-def _scale(q: Tensor, softmax_scale: float | None) -> float:
-    # A head_dim of 0 is refused by the operator.
-    return max(q.shape[-1], 1) ** -0.5 if softmax_scale is None else check_scale(softmax_scale)
 
 
 def _mask(q: Tensor, k: Tensor, causal: bool, left: int | None, right: int | None) -> bool:

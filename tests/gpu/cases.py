@@ -1,8 +1,8 @@
 """Shapes for the GPU tests, and calls that every test of them makes."""
 
 import random
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, TypeVar
 
 import torch
 from oracle import same_bits
@@ -94,6 +94,22 @@ def plain(case: Case) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     return tensors, backward(case, tensors, "auto")
 
 
+T = TypeVar("T")
+
+
+def captured(step: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+    """A graph of step(), and its results. It runs once before, on a stream of its own, as torch asks."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    return graph, results
+
+
 def assert_same(xs: Iterable[Tensor], ys: Iterable[Tensor]) -> None:
     """Bit by bit."""
     for x, y in zip(xs, ys, strict=True):
@@ -101,5 +117,6 @@ def assert_same(xs: Iterable[Tensor], ys: Iterable[Tensor]) -> None:
 
 
 __all__ = [
-    "HEADS", "LENGTHS", "SCHEDULES", "Case", "assert_same", "backward", "forward", "grid", "plain",
+    "HEADS", "LENGTHS", "SCHEDULES", "Case", "assert_same", "backward", "captured", "forward", "grid",
+    "plain",
 ]  # fmt: skip

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import Case, assert_same, backward, forward, plain
+from cases import Case, assert_same, backward, captured, forward, plain
 from oracle import gradients, same_bits
 
 from dash_flash_attn import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
@@ -89,14 +89,7 @@ def test_cuda_graph(filling: bool, request: pytest.FixtureRequest) -> None:
         out, lse = forward(CASE, q, k, v)
         return out, *backward(CASE, (dout, q, k, v, out, lse), "auto")
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
+    graph, results = captured(step)
     for _ in range(3):
         for x in results:
             x.fill_(torch.nan)
@@ -132,16 +125,13 @@ assert all(torch.equal(x, y) for x, y in zip(results, expected, strict=True))
 def test_captured_training_step() -> None:
     q, k, v, dout = CASE.inputs()
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+
+    def step() -> None:
+        for x in leaves:
+            x.grad = None
         flash_attn_func(*leaves, causal=True, deterministic=True).backward(dout)
-    torch.cuda.current_stream().wait_stream(stream)
-    for x in leaves:
-        x.grad = None
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        flash_attn_func(*leaves, causal=True, deterministic=True).backward(dout)
+
+    graph, _ = captured(step)
     graph.replay()
     assert_same([x.grad for x in leaves], plain(CASE)[1])
 

@@ -1,9 +1,11 @@
 """The lower-level functions: results in tensors of the caller, and a ring that is made of them."""
 
+from collections.abc import Sequence
+
 import pytest
 import ring
 import torch
-from cases import Case, assert_same, forward, plain
+from cases import Case, assert_same, captured, forward, plain
 from oracle import gradients, same_bits
 from torch import Tensor
 
@@ -62,6 +64,13 @@ def every_other_number(x: Tensor) -> tuple[Tensor, Tensor]:
     return whole, whole[..., 1]
 
 
+def assert_untouched_around(places: Sequence[Tensor], wholes: Sequence[Tensor]) -> None:
+    """Each whole tensor was full of NaN but for its place, which is lost here."""
+    for place, whole in zip(places, wholes, strict=True):
+        place.fill_(torch.nan)
+        assert whole.isnan().all()
+
+
 IN_PLACE = (rows, heads, heads_first, columns)
 layouts = pytest.mark.parametrize(
     "layout", (*IN_PLACE, odd_rows, every_other_number), ids=lambda layout: layout.__name__
@@ -83,9 +92,7 @@ def test_layout_of_results(case: Case, layout) -> None:
     )
     assert out is out_place
     assert_same((out, lse), tensors[4:])
-    for whole, place in zip((*wholes, out_whole), (*places, out_place), strict=True):
-        place.fill_(torch.nan)
-        assert whole.isnan().all()
+    assert_untouched_around((*places, out_place), (*wholes, out_whole))
 
 
 @pytest.mark.parametrize("layout", IN_PLACE, ids=lambda layout: layout.__name__)
@@ -110,9 +117,7 @@ def test_under_a_profiler(case: Case) -> None:
     with torch.profiler.profile():
         write(case, tensors, places)
     assert_same(places, expected)
-    for whole, place in zip(wholes, places, strict=True):
-        place.fill_(torch.nan)
-        assert whole.isnan().all()
+    assert_untouched_around(places, wholes)
 
 
 @pytest.mark.usefixtures("gpu")
@@ -153,9 +158,7 @@ def test_negative_scale_in_place(scale: float) -> None:
         *tensors, dq=places[0], dk=places[1], dv=places[2], softmax_scale=scale, is_causal=case.causal
     )
     assert_same(places, expected)
-    for whole, place in zip(wholes, places, strict=True):
-        place.fill_(torch.nan)
-        assert whole.isnan().all()
+    assert_untouched_around(places, wholes)
 
 
 def test_float32_sums_are_refused() -> None:
@@ -181,14 +184,7 @@ def test_cuda_graph() -> None:
         write(case, (*tensors[:4], out, lse), places)
         return lse
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        lse = step()
+    graph, lse = captured(step)
     for x in (*places, out, lse):
         x.fill_(torch.nan)
     graph.replay()
